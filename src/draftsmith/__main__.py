@@ -1,0 +1,7 @@
+"""`python -m draftsmith` is the command `draftsmith`."""
+
+import sys
+
+from draftsmith.cli import main
+
+sys.exit(main())

@@ -1,0 +1,278 @@
+"""One run, described once: the typed, frozen `RunConfig`.
+
+YAML file and `section.key=value` overrides go in, a `RunConfig` comes out. Unknown keys are refused with the nearest
+valid name. A value of `None` means "by rule": the room that owns the rule resolves it (taps and mask token in
+`target`, γ in `objective`, attention in `drafter`) and the resolved value is recorded in the run's `resolved.json`.
+
+Shapes fixed here and used everywhere: S = `rows.length` context tokens, N = `rows.anchors`, B = `drafter.block_size`,
+Q = N·B draft slots of a row.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftsmith.errors import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, typed, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class TargetConfig(Section):
+    """The frozen model that is to be drafted for."""
+
+    path: str = Field(description="directory, hub name, .gguf file, or 'demo' for the embedded target")
+    gguf_file: str | None = Field(None, description="name of the GGUF file inside `path`, if it is a directory or hub name")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section):
+    """Conversations and how they become tokens."""
+
+    train: tuple[str, ...] = Field(description="JSON-lines files of chat messages or plain text")
+    held_out: tuple[str, ...] = Field((), description="files that are only evaluated; empty: split off `held_out_share`")
+    held_out_share: float = Field(0.02, ge=0.0, le=0.5)
+    chat_template: str | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
+    template_options: dict[str, Any] = Field({}, description="passed to the template, e.g. {enable_thinking: false}")
+    too_long: Literal["skip", "truncate"] = Field("truncate", description="conversations longer than rows.length")
+
+    @field_validator("train", "held_out", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class DrafterConfig(Section):
+    """Geometry of the drafter; hidden size and vocabulary are always the target's."""
+
+    variant: str = "dflash"
+    layers: int = Field(5, ge=1)
+    block_size: int = Field(16, ge=2, le=128)
+    taps: tuple[int, ...] | None = Field(None, description="target layers to tap; none: evenly spaced by rule")
+    mask_token_id: int | None = Field(None, ge=0, description="an existing embedding row; none: chosen by rule")
+    heads: int | None = Field(None, ge=1, description="none: the target's")
+    kv_heads: int | None = Field(None, ge=1, description="none: the target's")
+    head_dim: int | None = Field(None, ge=2, description="none: the target's")
+    intermediate_size: int | None = Field(None, ge=1, description="none: the target's")
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_window: int | None = Field(None, ge=1)
+    causal: bool | None = Field(None, description="overrides every layer; none: sliding causal, full bidirectional")
+    attention: Literal["auto", "flex", "dense"] = Field("auto", description="auto: flex on CUDA, dense on CPU")
+    init: str | None = Field(None, description="directory of a published drafter to start from")
+
+    @model_validator(mode="after")
+    def _layer_types_fit(self) -> DrafterConfig:
+        types = self.layer_types
+        if types is not None and len(types) != self.layers:
+            raise ValueError(f"layer_types names {len(types)} layers, drafter.layers is {self.layers}")
+        if types is not None and "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, so sliding_window must be set")
+        if self.sliding_window is not None and (types is None or "sliding_attention" not in types):
+            raise ValueError("sliding_window is set, but no entry of layer_types is sliding_attention")
+        if self.taps is not None and len(set(self.taps)) != len(self.taps):
+            raise ValueError(f"taps {list(self.taps)} names a layer twice")
+        return self
+
+
+class RowsConfig(Section):
+    """The static shape of one training row."""
+
+    length: int = Field(3072, ge=16, description="S: context tokens of a row")
+    anchors: int = Field(512, ge=1, description="N: anchors of a row")
+
+
+class ObjectiveConfig(Section):
+    """What a slot is taught and how much it weighs."""
+
+    labels: Literal["data", "kl", "tv"] = Field("data", description="data: CE; kl, tv: distance to the target's distribution")
+    weights: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = Field(None, gt=0, description="decay length; none: 7 for B=16, 4 for B=8, else 0.45·B")
+    alpha: float = Field(0.5, ge=0, le=1, description="smoothing of the dpace weights")
+    chunk: int = Field(2048, ge=1, description="taught slots whose logits exist at one time")
+
+
+class OptimizerConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = Field("adamw", description="muon: 2-D weights by Muon, the rest by AdamW")
+    lr: float = Field(6e-4, gt=0)
+    muon_lr: float | None = Field(None, gt=0, description="none: 10 × lr")
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0, description="global gradient norm")
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: float = Field(0.04, ge=0, le=1, description="share of the steps")
+    decay: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays over")
+    final_lr: float = Field(0.0, ge=0, le=1, description="share of lr left at the last step")
+
+
+class TrainingConfig(Section):
+    """How long, how often, and where to."""
+
+    output: str = Field("runs/default", description="run folder")
+    epochs: float = Field(6.0, gt=0)
+    steps: int | None = Field(None, ge=1, description="updates; overrides epochs")
+    rows_per_update: int = Field(1, ge=1)
+    seed: int = Field(0, ge=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute; master weights are always float32")
+    activation_checkpointing: bool = False
+    eval_every: int = Field(200, ge=0, description="updates between held-out evaluations; 0: only at the end")
+    eval_rows: int = Field(8, ge=0, description="held-out rows of one evaluation")
+    save_every: int = Field(500, ge=0, description="updates between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+    tensorboard: bool = True
+
+
+class PipelineConfig(Section):
+    """Which device does what. Devices may repeat; CPU devices count."""
+
+    targets: tuple[str, ...] = Field(("auto",), min_length=1)
+    drafters: tuple[str, ...] = Field(("auto",), min_length=1)
+    prefetch: int = Field(2, ge=1, description="threads that make rows")
+    queue: int = Field(2, ge=1, description="rows that may wait in front of each worker")
+
+    @field_validator("targets", "drafters", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class CompileConfig(Section):
+    """torch.compile inside the trainer."""
+
+    enabled: Literal["auto", "on", "off"] = Field("auto", description="auto: on for CUDA, off for CPU")
+    on_recompile: Literal["error", "warn"] = "error"
+
+
+class RunConfig(Section):
+    """Everything a run needs, in one frozen value."""
+
+    target: TargetConfig
+    data: DataConfig
+    drafter: DrafterConfig = DrafterConfig()  # type: ignore[call-arg]
+    rows: RowsConfig = RowsConfig()  # type: ignore[call-arg]
+    objective: ObjectiveConfig = ObjectiveConfig()  # type: ignore[call-arg]
+    optimizer: OptimizerConfig = OptimizerConfig()  # type: ignore[call-arg]
+    training: TrainingConfig = TrainingConfig()  # type: ignore[call-arg]
+    pipeline: PipelineConfig = PipelineConfig()  # type: ignore[call-arg]
+    compile: CompileConfig = CompileConfig()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> RunConfig:
+        rows, drafters = self.training.rows_per_update, len(self.pipeline.drafters)
+        if drafters > rows:
+            raise ValueError(
+                f"pipeline.drafters has {drafters} devices but training.rows_per_update is {rows}: "
+                f"some would never get a row (raise rows_per_update to a multiple of {drafters})"
+            )
+        if self.objective.chunk < self.drafter.block_size - 1:
+            raise ValueError(
+                f"objective.chunk {self.objective.chunk} cannot hold the {self.drafter.block_size - 1} taught slots of a block"
+            )
+        if self.drafter.variant != "dflash":
+            raise ValueError(f"drafter.variant {self.drafter.variant!r} is unknown (valid: 'dflash')")
+        return self
+
+    def fingerprint(self) -> str:
+        """Hash of everything that decides what is learned; where the run is written does not count."""
+        content = self.model_dump(mode="json")
+        content["training"].pop("output")
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Reads a YAML run description and applies `section.key=value` overrides.
+
+    Relative paths of data files, target and output are taken from the working directory, as a shell would.
+
+    Raises:
+        UserError: the file is missing, is not YAML, or names something that does not exist.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("no such config file", where=str(path), fix="draftsmith init writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"not valid YAML: {getattr(error, 'problem', error)}", where=place) from None
+    if not isinstance(content, dict):
+        raise UserError("holds no sections", where=str(path), fix="draftsmith init writes a config to start from")
+    for override in overrides or []:
+        _apply_override(content, override)
+    return parse_config(content, where=str(path))
+
+
+def parse_config(content: dict[str, Any], where: str = "config") -> RunConfig:
+    """Validates a nested dict; the first problem becomes one `UserError` with the key's path."""
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+
+
+def _apply_override(content: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in place; the value is read as YAML, so lists and numbers work."""
+    key, equals, raw = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"{override!r} is not section.key=value", where="command line")
+    try:
+        value = yaml.safe_load(raw) if raw else ""
+    except yaml.YAMLError:
+        raise UserError(f"the value of {key!r} is not valid YAML: {raw!r}", where="command line") from None
+    *sections, leaf = key.split(".")
+    node = content
+    for section in sections:
+        child = node.setdefault(section, {})
+        if child is None:
+            child = node[section] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"{section!r} in {key!r} is a value, not a section", where="command line")
+        node = child
+    node[leaf] = value
+
+
+def _explain(error: ValidationError, where: str) -> UserError:
+    """The first validation problem as one line that names the key, and the nearest valid name for a wrong one."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}"
+        return UserError(f"unknown key {key!r}{more}", where=where, fix=hint)
+    if first["type"] == "missing":
+        return UserError(f"key {key!r} is missing{more}", where=where)
+    message = first["msg"].removeprefix("Value error, ")
+    return UserError(f"{key + ': ' if key else ''}{message}{more}", where=where)
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in location:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)

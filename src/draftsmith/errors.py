@@ -1,0 +1,26 @@
+"""Errors that a user can mend.
+
+`UserError` is the only exception that the command line turns into one line and exit code 2. Everything else that
+escapes is a fault of ours and keeps its traceback; invariants inside the code are `assert` statements.
+"""
+
+
+class UserError(Exception):
+    """Wrong input. Says what is wrong, where it is and what to do about it, in one line.
+
+    Args:
+        what: what is wrong ("row 17 is not valid JSON").
+        where: file, line, config key or device; empty when there is no place to name.
+        fix: what the user can do ("quote the string, or pass --skip-broken").
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what = " ".join(str(what).split())
+        self.where = " ".join(str(where).split())
+        self.fix = " ".join(str(fix).split())
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        remedy = f" ({self.fix})" if self.fix else ""
+        return f"{place}{self.what}{remedy}"
