@@ -1,0 +1,144 @@
+"""Reading: what is accepted, and that everything broken is one clear line with file and line number."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from draftsmith.data.conversations import Conversation, read_conversations
+from draftsmith.errors import UserError
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def write(path: Path, *lines: object) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def test_layouts_blank_lines_and_names(tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]
+    tools = [{"name": "forge"}]
+    first = write(tmp_path / "a.jsonl", {"messages": CHAT, "id": 7}, "", CHAT, {"text": "plain\u2028text"})
+    second = write(tmp_path / "b.jsonl", {"messages": parts, "tools": tools}, {"messages": CHAT, "text": "rendered"})
+    assert list(read_conversations([first, second])) == [
+        Conversation(f"{first}:1", messages=CHAT),
+        Conversation(f"{first}:3", messages=CHAT),
+        Conversation(f"{first}:4", text="plain\u2028text"),
+        Conversation(f"{second}:1", messages=parts, tools=tools),
+        Conversation(f"{second}:2", messages=CHAT),
+    ]
+
+
+def test_line_separators_byte_order_mark_and_missing_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "tw\xe2\x80\xa8o"}\n{"text": "three"}')
+    assert [(c.source, c.text) for c in read_conversations([path])] == [
+        (f"{path}:1", "one"),
+        (f"{path}:2", "tw\u2028o"),
+        (f"{path}:3", "three"),
+    ]
+
+
+def test_an_assistant_may_only_call_a_tool(tmp_path: Path) -> None:
+    messages = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    assert next(read_conversations([path])).messages == messages
+
+
+BROKEN = [
+    ('{"messages": [', "not valid JSON"),
+    ("[" * 200_000, "not JSON that can be read"),
+    ("17", "a int, not a conversation"),
+    ({"prompt": "x"}, "has neither messages nor text (keys: 'prompt')"),
+    ({"text": 3}, "text is a int"),
+    ({"messages": {"role": "user"}}, "messages is a dict"),
+    ({"messages": [CHAT[0], "hello"]}, "message 2 is a str"),
+    ({"messages": [CHAT[0], {"content": "x"}]}, "message 2 has no role"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "message 1 has the unknown role 'bot'"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role ['user']"),
+    ({"messages": [{"role": "user"}]}, "message 1 has no content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content of message 1 is a int"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part of type 'image_url'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content part of type 'text'"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "content part of type 'str'"),
+    ({"messages": CHAT, "tools": "forge"}, "tools is not a list"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), BROKEN)
+def test_a_broken_line_is_named(tmp_path: Path, line: object, says: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, "", line)
+    with pytest.raises(UserError) as caught:
+        list(read_conversations([path]))
+    assert caught.value.where == f"{path}:3"
+    assert says in caught.value.what
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl:2: not UTF-8 at byte 11"):
+        list(read_conversations([path]))
+
+
+def test_missing_empty_and_directory(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    write(tmp_path / "blank.jsonl", "", "  ")
+    for name, says in [
+        ("none.jsonl", "no such data file"),
+        ("empty.jsonl", "is empty"),
+        ("blank.jsonl", "is empty"),
+        (".", "is a directory"),
+    ]:
+        with pytest.raises(UserError, match=says) as caught:
+            list(read_conversations([tmp_path / name]))
+        assert caught.value.where == str(tmp_path / name)
+
+
+def test_a_file_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, os.strerror(13), str(self))
+
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match="cannot be read: Permission denied") as caught:
+        list(read_conversations([path]))
+    assert caught.value.where == path
+
+
+def test_a_disk_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __enter__(self) -> Failing:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def __iter__(self):
+            yield b'{"text": "one"}\n'
+            yield b'{"text": "two"}\n'
+            raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(Path, "open", lambda *_, **__: Failing())
+    read = read_conversations(["a.jsonl"])
+    assert [next(read).text, next(read).text] == ["one", "two"]
+    with pytest.raises(UserError, match=r"a.jsonl:3: cannot be read: Input/output error"):
+        next(read)
+
+
+def test_the_key_depends_on_the_content_alone() -> None:
+    turned = [{"content": m["content"], "role": m["role"]} for m in CHAT]
+    assert Conversation("a:1", messages=CHAT).key() == Conversation("b:9", messages=turned).key()
+    others = [
+        Conversation("a:1", messages=CHAT, tools=[{"name": "f"}]),
+        Conversation("a:1", messages=CHAT[::-1]),
+        Conversation("a:1", text="Hi"),
+        Conversation("a:1", text="Hi "),
+        Conversation("a:1", text="\ud800"),
+    ]
+    assert len({other.key() for other in [*others, Conversation("a:1", messages=CHAT)]}) == 6
