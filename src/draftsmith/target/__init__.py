@@ -1,0 +1,1 @@
+"""The frozen target: loaded, tapped, stopped early, and run on packed rows."""

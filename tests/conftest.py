@@ -1,0 +1,125 @@
+"""A tiny random target on disk and conversations for it, made once per test session."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from draftsmith.config import RunConfig, parse_config
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = [
+    "the",
+    "a",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "it",
+    "runs",
+    "far",
+    "away",
+    "from",
+    "here",
+    "to",
+    "there",
+    "again",
+]
+
+
+def sentence(generator: random.Random, words: int) -> str:
+    """Words at random, in a text that a tiny tokenizer cuts into few tokens."""
+    return " ".join(generator.choice(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random Qwen3 of 6 layers × 32 and a ChatML tokenizer of about 300 tokens."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|mask|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", mask_token="<|mask|>"
+    )
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.15,  # as loud as a trained one: logits of size 1, so that a loss can go to zero
+        eos_token_id=fast.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 conversations of one or two turns, JSON lines."""
+    generator = random.Random(0)
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    with path.open("w") as file:
+        for _ in range(120):
+            messages = []
+            for _ in range(generator.randint(1, 2)):
+                messages.append({"role": "user", "content": sentence(generator, generator.randint(2, 8))})
+                messages.append({"role": "assistant", "content": sentence(generator, generator.randint(5, 30))})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture
+def tiny_run(tiny_target: Path, tiny_chats: Path, tmp_path: Path):
+    """A function that makes a `RunConfig` of seconds; keyword arguments override by section."""
+
+    def make(output: str = "run", **sections: dict[str, object]) -> RunConfig:
+        content: dict[str, dict[str, object]] = {
+            "target": {"path": str(tiny_target)},
+            "data": {"train": str(tiny_chats), "held_out_share": 0.1},
+            "drafter": {"layers": 2, "block_size": 4},
+            "rows": {"length": 96, "anchors": 12},
+            "objective": {"chunk": 16},
+            "optimizer": {"lr": 1e-3},
+            "training": {
+                "steps": 4,
+                "rows_per_update": 6,
+                "eval_every": 2,
+                "eval_rows": 2,
+                "save_every": 2,
+                "keep": 9,
+                "tensorboard": False,
+                "output": str(tmp_path / output),
+            },
+        }
+        for section, values in sections.items():
+            content.setdefault(section, {}).update(values)
+        return parse_config(content)
+
+    return make
