@@ -1,0 +1,190 @@
+"""Drafters on disk, in z-lab's layout: `config.json` and `model.safetensors`, no prefix, no embedding, no head.
+
+What each field means to serving engines:
+- `block_size` stands at top level and in `dflash_config`; readers differ in which one wins, so both are always equal.
+- Causality: `is_causal` and `dflash_config.causal` override every layer, and engines differ in which of them they read.
+  Mixed drafters write neither; all-bidirectional and all-causal ones write both.
+- Without `use_sliding_window: true` transformers drops the window without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafter.model import DraftModel
+from draftsmith.drafter.spec import DrafterSpec
+from draftsmith.errors import UserError
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+def spec_to_config(spec: DrafterSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """`config.json` of a drafter."""
+    dflash: dict[str, Any] = {
+        "target_layer_ids": list(spec.taps),
+        "mask_token_id": spec.mask_token_id,
+        "block_size": spec.block_size,
+    }
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "max_position_embeddings": spec.max_position_embeddings,
+        "vocab_size": spec.vocab_rows,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "num_target_layers": spec.target_layers,
+        "layer_types": list(spec.layer_types),
+        "block_size": spec.block_size,
+        "dflash_config": dflash,
+    }
+    if spec.sliding_window is not None:
+        config["sliding_window"] = spec.sliding_window
+        config["use_sliding_window"] = True
+        dflash["swa_window_size"] = spec.sliding_window
+    kinds = {kind.causal for kind in spec.kinds}
+    if spec.causal is not None or len(kinds) == 1:
+        config["is_causal"] = dflash["causal"] = kinds.pop()
+    if spec.input_scale != 1.0:
+        dflash["input_embedding_scale"] = spec.input_scale
+    if spec.logit_multiplier != 1.0:
+        dflash["output_multiplier"] = spec.logit_multiplier
+    if spec.logit_softcap is not None:
+        dflash["final_logit_softcapping"] = spec.logit_softcap
+    return config
+
+
+def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
+    """Reads a z-lab `config.json`; values that may stand in two places are taken from `dflash_config` first.
+
+    Raises:
+        UserError: not a DFlash drafter, or a mandatory field is missing.
+    """
+    dflash = config.get("dflash_config") or {}
+
+    def either(name: str, default: Any = None) -> Any:
+        return dflash.get(name, config.get(name, default))
+
+    if "DFlashDraftModel" not in (config.get("architectures") or []):
+        raise UserError(f"is not a DFlash drafter (architectures: {config.get('architectures')})", where=where)
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"hidden_act {config['hidden_act']!r} is not supported (silu is)", where=where)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise UserError(
+            f"rope type {rope.get('rope_type', rope.get('type'))!r} is not supported (default is)", where=where
+        )
+    theta = config.get("rope_theta", rope.get("rope_theta"))
+    softcap = either("final_logit_softcapping")
+    for name, value in (("rope_theta", theta), ("mask_token_id", either("mask_token_id"))):
+        if value is None:
+            raise UserError(f"{name} is missing", where=where)
+    try:
+        layers = int(config["num_hidden_layers"])
+        types = tuple(config.get("layer_types") or ("full_attention",) * layers)
+        sliding = "sliding_attention" in types
+        window = dflash.get("swa_window_size", config.get("sliding_window")) if sliding else None
+        causal = config.get("is_causal", dflash.get("causal"))
+        spec = DrafterSpec(
+            hidden_size=int(config["hidden_size"]),
+            layers=layers,
+            heads=int(config["num_attention_heads"]),
+            kv_heads=int(config["num_key_value_heads"]),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
+            intermediate_size=int(config["intermediate_size"]),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            rope_theta=float(theta if theta is not None else config["rope_theta"]),
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            vocab_rows=int(config["vocab_size"]),
+            target_layers=int(config["num_target_layers"]),
+            taps=tuple(int(tap) for tap in either("target_layer_ids", ())),
+            block_size=int(either("block_size", 16)),
+            mask_token_id=int(either("mask_token_id")),
+            layer_types=types,
+            sliding_window=None if window is None else int(window),
+            causal=None if causal is None else bool(causal),
+            input_scale=float(either("input_embedding_scale", 1.0)),
+            logit_multiplier=float(either("output_multiplier", 1.0)),
+            logit_softcap=float(softcap) if softcap and float(softcap) > 0 else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"a mandatory field is missing or wrong: {error}", where=where) from None
+    if not spec.taps or len(types) != layers or (sliding and window is None):
+        raise UserError("target_layer_ids, layer_types or sliding_window do not fit the number of layers", where=where)
+    return spec
+
+
+def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Writes `config.json` and `model.safetensors` into `folder`, weights in `dtype` (default: as they are)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    save_weights(weights, model.spec, folder)
+
+
+def save_weights(weights: dict[str, torch.Tensor], spec: DrafterSpec, folder: Path) -> None:
+    """The same from a state dict on the CPU."""
+    dtype = next(iter(weights.values())).dtype
+    (folder / CONFIG).write_text(json.dumps(spec_to_config(spec, dtype), indent=2) + "\n", encoding="utf-8")
+    save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def read_spec(folder: Path) -> DrafterSpec:
+    """The spec of a drafter on disk.
+
+    Raises:
+        UserError: no such folder, no `config.json`, or one that is not a DFlash drafter's.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("no drafter here: config.json is missing", where=str(folder)) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    if not isinstance(config, dict):
+        raise UserError("is not a JSON object", where=str(path))
+    return spec_from_config(config, str(path))
+
+
+def load_drafter(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DraftModel:
+    """Builds the drafter saved in `folder`, every tensor present and none left over.
+
+    Raises:
+        UserError: see `read_spec`; also missing, extra or misshapen tensors, each named.
+    """
+    spec = read_spec(folder)
+    path = folder / WEIGHTS
+    try:
+        weights = load_file(str(path))
+    except FileNotFoundError:
+        raise UserError("no weights here: model.safetensors is missing", where=str(folder)) from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    with torch.device("meta"):
+        model = DraftModel(spec)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    if expected != found:
+        wrong = sorted(set(expected.items()) ^ set(found.items()))
+        names = ", ".join(dict.fromkeys(name for name, _ in wrong))
+        raise UserError(f"tensors missing, left over or of another shape: {names}", where=str(path))
+    model.load_state_dict(weights, assign=True)
+    return model.to(device=device, dtype=dtype)
