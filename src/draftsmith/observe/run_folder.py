@@ -1,0 +1,208 @@
+"""The folder of one run: made once, locked while in use, never overwritten.
+
+`run.json` names the run by its config's fingerprint. A folder is accepted when it is new or empty, or, with
+`resume=True`, when it holds the run with the same fingerprint. The lock is `flock` on the file `lock`: the kernel
+frees it when the process ends, however it ends, so a crash never leaves a folder locked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import draftsmith
+from draftsmith.config import RunConfig
+from draftsmith.errors import UserError
+
+_RUN_FILE = "run.json"
+_LOCK_FILE = "lock"
+_OTHER_OUTPUT = "choose another training.output"
+
+
+class RunFolder:
+    """A run folder that this process holds. Close it (or use `with`) to free it for others."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @property
+    def events(self) -> Path:
+        """The event file."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder TensorBoard reads."""
+        return self.path / "tensorboard"
+
+    def close(self) -> None:
+        """Frees the lock. The lock file stays: removing it would race with a process that waits for it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_run_folder(config: RunConfig, *, resume: bool = False) -> RunFolder:
+    """Creates `config.training.output`, or with `resume` opens it again, and locks it.
+
+    Raises:
+        UserError: the folder holds something else, a different run, or the same run and `resume` is false; there is
+            nothing to resume; another process uses it; it cannot be written.
+    """
+    path = Path(config.training.output)
+    check_run_folder(config, resume=resume)
+    try:
+        if not resume:
+            path.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(path)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
+        _check(path, config, resume)  # again, now that no other process can change it
+        if not resume:
+            _write_run_file(path, config)
+    except OSError as error:
+        os.close(lock)
+        raise _unwritable(path, error) from None
+    except BaseException:
+        os.close(lock)
+        raise
+    return RunFolder(path, lock)
+
+
+def check_run_folder(config: RunConfig, *, resume: bool = False) -> None:
+    """Raises what `open_run_folder` would, without writing: for before the work that comes before the first write."""
+    path = Path(config.training.output)
+    try:
+        _check(path, config, resume)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def next_free(path: str | Path) -> Path:
+    """`path` if nothing is there or it is empty, else the first free one of `path-2`, `path-3`, …"""
+    path = Path(path)
+    candidate, number = path, 1
+    while candidate.exists() and not (candidate.is_dir() and not any(candidate.iterdir())):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _check(path: Path, config: RunConfig, resume: bool) -> None:
+    """Raises UserError unless `path` is free for a new run, or holds just this one when `resume`."""
+    where = str(path)
+    if path.exists() and not path.is_dir():
+        raise UserError("is a file, not a run folder", where=where, fix=_OTHER_OUTPUT)
+    content = {item.name for item in path.iterdir()} if path.exists() else set()
+    if _RUN_FILE not in content:
+        if resume:
+            raise UserError("no run here to resume", where=where, fix="start it without --resume")
+        if content - {_LOCK_FILE, f"{_RUN_FILE}.new"}:
+            raise UserError("is not empty and holds no run", where=where, fix=_OTHER_OUTPUT)
+        return
+    there = _read_run_file(path)
+    if there["fingerprint"] != config.fingerprint():
+        raise UserError(
+            f"already holds a different run ({_difference(there['config'], config.model_dump(mode='json'))})",
+            where=where,
+            fix="choose another training.output, or resume with the config that started it",
+        )
+    if not resume:
+        raise UserError(
+            "already holds this run", where=where, fix="continue it with --resume, or choose another training.output"
+        )
+
+
+def _take_lock(path: Path) -> int:
+    descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise UserError(
+            f"in use by another process{f' (pid {holder})' if holder else ''}",
+            where=str(path),
+            fix="wait for it, stop it, or choose another training.output",
+        ) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write_run_file(path: Path, config: RunConfig) -> None:
+    """Writes run.json aside and moves it into place: a crash leaves a folder without a run, not with half of one."""
+    content = {
+        "fingerprint": config.fingerprint(),
+        "draftsmith": draftsmith.__version__,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "config": config.model_dump(mode="json"),
+    }
+    aside = path / f"{_RUN_FILE}.new"
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path / _RUN_FILE)
+
+
+def _read_run_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
+        if isinstance(content["fingerprint"], str) and isinstance(content["config"], dict):
+            return content
+        problem = "its entries have the wrong types"
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise UserError(
+        f"cannot be understood: {problem}", where=str(path / _RUN_FILE), fix="choose another training.output"
+    )
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first keys whose values differ, "drafter.layers 5 there, 4 here"; output does not count."""
+    flat_there, flat_here = _flatten(there), _flatten(here)
+    differing = [
+        f"{key} {flat_there.get(key)} there, {flat_here.get(key)} here"
+        for key in sorted({*flat_there, *flat_here} - {"training.output"})
+        if flat_there.get(key) != flat_here.get(key)
+    ]
+    if not differing:
+        return "same settings, other version of the config"
+    more = f"; {len(differing) - 3} more" if len(differing) > 3 else ""
+    return "; ".join(differing[:3]) + more
+
+
+def _flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    problem = error.strerror or str(error)
+    return UserError(f"cannot be used as run folder: {problem}", where=str(path), fix=_OTHER_OUTPUT)
