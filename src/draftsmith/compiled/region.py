@@ -1,0 +1,142 @@
+"""A region: one function that is compiled as a whole, under a name, behind a gate.
+
+Each region compiles a code object of its own, named after the region. Dynamo keeps its compiled variants, its recompile
+limit and its memory of changing shapes per code object, so regions made from one function (one for each device, say)
+neither share a limit nor make each other's shapes dynamic; on disk they still hit the same cache entries.
+
+Cost of a call: sealed gate, one attribute test; otherwise the signature of the arguments (about 1 µs a tensor) and the
+gate's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.compiled import _torch
+from draftsmith.compiled.gate import CompiledTooLate, Gate, calling
+
+
+@dataclass(frozen=True)
+class FirstUse:
+    """A call with a signature that the region had not seen. `seconds` is the forward call alone."""
+
+    region: str
+    signature: tuple[Any, ...]
+    given: str
+    thread: str
+    seconds: float
+
+
+class Region:
+    """`Region("drafter@cuda:0", model.forward, gate=gate)(*inputs)` runs the function compiled, or not at all.
+
+    Args:
+        name: unique in a run; appears in errors, ledger and evidence.
+        function: what to compile: a function, a bound method or an `nn.Module`.
+        gate: the gate shared by every region of the process.
+        enabled: False runs `function` as it is: the named, visible way to run eager.
+        fullgraph: one graph or an error; False allows graph breaks, which the ledger then counts.
+        dynamic: passed to `torch.compile`; static shapes unless asked otherwise.
+        compile_options: further arguments for `torch.compile` (backend, mode, options, recompile_limit, ...).
+
+    Raises, when called: CompiledTooLate after `gate.seal()`; GateError where waiting at the gate could hang.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        gate: Gate,
+        enabled: bool = True,
+        fullgraph: bool = True,
+        dynamic: bool | None = False,
+        **compile_options: Any,
+    ) -> None:
+        self.name, self.function, self.gate, self.enabled = name, function, gate, enabled
+        self.first_uses: list[FirstUse] = []
+        self._seen: set[tuple[Any, ...]] = set()
+        self._compiled = torch.compile(
+            _own_code(function, name), fullgraph=fullgraph, dynamic=dynamic, **compile_options
+        )
+
+    def __repr__(self) -> str:
+        return f"Region({self.name!r}, enabled={self.enabled}, first_uses={len(self.first_uses)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.enabled:
+            return self.function(*args, **kwargs)
+        if self.gate.open:
+            try:
+                return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if _torch.STANCE_VIOLATION not in str(error):
+                    raise
+                raise CompiledTooLate(self.name, "forward", _reason(str(error)), describe(args, kwargs)) from error
+        key = signature(args, kwargs)
+        if key in self._seen:
+            with self.gate.step(), calling(self.name):
+                return self._compiled(*args, **kwargs)
+        return self._first_use(key, args, kwargs)
+
+    def _first_use(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.gate.exclusive(), calling(self.name), _torch.backward_with_forward():
+            # Another thread may have been first while this one waited; then this is an ordinary call, only alone.
+            began = time.perf_counter()
+            result = self._compiled(*args, **kwargs)
+            if key not in self._seen:
+                seconds, thread = time.perf_counter() - began, threading.current_thread().name
+                self.first_uses.append(FirstUse(self.name, key, describe(args, kwargs), thread, seconds))
+                self._seen.add(key)
+        return result
+
+
+def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__name__ = name
+    return call
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a call a different use: shapes, dtypes, devices, requires_grad, plain values, grad and autocast mode.
+
+    Tensors inside an object that is neither a container nor plain (a BlockMask) are not looked into: it counts by its
+    type and `shape`. Dynamo's guards stay the judge; a compile that this misses is reported by the gate.
+    """
+    mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled())
+    return (mode, *map(_leaf, args), *((k, _leaf(v)) for k, v in kwargs.items()))
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_leaf, value))
+    if isinstance(value, dict):
+        return (dict, *((k, _leaf(v)) for k, v in value.items()))
+    if isinstance(value, torch.nn.Module):
+        return type(value), id(value), value.training
+    return type(value), tuple(shape) if isinstance(shape := getattr(value, "shape", None), tuple) else None
+
+
+def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The arguments' tensors in words: "float32[2, 8] on cpu, int64[4] on cpu"."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}" for t in tensors)
+
+
+def _reason(message: str) -> str:
+    """The guards out of torch's stance message: its lines that begin with a dash."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.strip().startswith("- ")]
+    return "; ".join(lines)

@@ -1,0 +1,215 @@
+"""The gate and its regions on CPU: exclusion, inheritance, sealing, names in errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+from draftsmith.compiled import CompiledTooLate, Gate, GateError, Region
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.close()
+    torch._dynamo.reset()
+
+
+def square(x):
+    return (x.sin() * x).sum()
+
+
+def region(name, gate, function=square, **options):
+    return Region(name, function, gate=gate, backend="aot_eager", **options)
+
+
+def in_threads(*jobs):
+    errors = []
+
+    def guarded(job):
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+        assert not t.is_alive(), "a worker hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_exclusive_excludes_steps_and_steps_overlap(gate):
+    inside, seen, lock = [0, 0], [], threading.Lock()
+
+    def worker(index):
+        for turn in range(30):
+            alone = (turn + index) % 5 == 0
+            with gate.exclusive() if alone else gate.step():
+                with lock:
+                    inside[alone] += 1
+                    seen.append(tuple(inside))
+                time.sleep(0.0005)
+                with lock:
+                    inside[alone] -= 1
+
+    in_threads(*[lambda i=i: worker(i) for i in range(4)])
+    assert all(alone == 0 or (alone == 1 and sharing == 0) for sharing, alone in seen)
+    assert max(sharing for sharing, _ in seen) > 1
+
+
+def test_two_upgrades_at_once_do_not_wait_for_each_other(gate):
+    together, order = threading.Barrier(2), []
+
+    def worker(index):
+        with gate.step():
+            together.wait(10)  # both hold a share; only a test may wait inside a step
+            with gate.exclusive():
+                order.append(("in", index))
+                time.sleep(0.01)
+            order.append(("out", index))  # an upgrade lasts to the end of the step
+
+    in_threads(lambda: worker(0), lambda: worker(1))
+    assert [index for _, index in order] in ([0, 0, 1, 1], [1, 1, 0, 0])
+
+
+def test_a_failure_inside_leaves_the_gate_free(gate):
+    with pytest.raises(KeyError), gate.step(), gate.exclusive():
+        raise KeyError
+    assert not gate.held
+    in_threads(lambda: gate.exclusive().__enter__())
+
+
+def test_first_use_is_alone_through_backward_and_recorded_once(gate):
+    calls = region("toy", gate)
+    overlapping = []
+
+    def worker():
+        x = torch.ones(4, requires_grad=True)
+        with gate.step():
+            loss = calls(x)
+            overlapping.append(gate._sharing if gate._alone else 0)
+            loss.backward()
+        assert torch.allclose(x.grad, x.detach().cos() * x.detach() + x.detach().sin())
+
+    in_threads(*[worker] * 6)
+    assert len(calls.first_uses) == 1
+    assert overlapping == [0] * 6
+    assert [(c.region, c.direction, c.alone) for c in gate.compiles] == [("toy", "forward", True)]
+    assert gate.compiles[0].seconds > 0
+
+
+def test_a_new_shape_or_grad_mode_is_a_first_use(gate):
+    calls = region("toy", gate)
+    for size in (4, 4, 5):
+        calls(torch.ones(size))
+    with torch.no_grad():
+        calls(torch.ones(4))
+    assert [u.given for u in calls.first_uses] == ["float32[4] on cpu", "float32[5] on cpu", "float32[4] on cpu"]
+    assert len(gate.compiles) == 3
+
+
+def test_regions_of_one_function_share_no_recompile_limit_and_no_dynamic_shapes(gate):
+    regions = [region(f"r{i}", gate, fullgraph=True) for i in range(12)]  # the default limit is 8
+    for i, r in enumerate(regions):
+        r(torch.ones(3 + i))
+    assert [c.region for c in gate.compiles] == [f"r{i}" for i in range(12)]
+    assert len({r._compiled.__wrapped__.__code__ for r in regions}) == 12
+
+
+def test_sealed_gate_refuses_a_new_shape_and_names_region_guard_and_shape(gate):
+    calls = region("drafter@cpu", gate)
+    with gate.exclusive():
+        calls(torch.ones(4))
+    gate.seal()
+    assert calls(torch.ones(4)) == square(torch.ones(4))
+
+    def late():
+        with pytest.raises(CompiledTooLate) as caught:
+            calls(torch.ones(5))
+        assert caught.value.region == "drafter@cpu"
+        assert "expected 4, actual 5" in caught.value.reason
+        assert caught.value.given == "float32[5] on cpu"
+
+    in_threads(late)
+    gate.unseal()
+    calls(torch.ones(5))
+
+
+def test_sealed_gate_refuses_a_backward_that_was_never_warmed_up(gate):
+    compiled = torch.compile(square, fullgraph=True, dynamic=False)  # lazy backward: no region, no gate
+    loss = compiled(torch.ones(4, requires_grad=True))
+    gate.seal()
+    with pytest.raises(CompiledTooLate, match=r"backward"):
+        loss.backward()
+
+
+def test_a_region_warmed_forward_only_has_its_backward_ready(gate):
+    calls = Region("toy", square, gate=gate)
+    x = torch.ones(4, requires_grad=True)
+    with gate.exclusive():
+        calls(x)
+    gate.seal()
+    calls(x).backward()
+    assert torch.allclose(x.grad, x.detach().cos() * x.detach() + x.detach().sin())
+
+
+def test_sealed_with_warn_names_region_and_guard(gate):
+    calls = region("toy", gate)
+    calls(torch.ones(4))
+    gate.seal("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert calls(torch.ones(6)) == square(torch.ones(6))
+    texts = [str(w.message) for w in caught if "after the warm-up" in str(w.message)]
+    assert len(texts) == 1
+    assert "toy" in texts[0]
+    assert "expected 4, actual 6" in texts[0]
+
+
+def test_checkpoint_recompute_is_inside_the_hold(gate):
+    from torch.utils.checkpoint import checkpoint
+
+    calls, held = region("toy", gate), []
+
+    def layer(x):
+        held.append(gate.held)
+        return calls(x * 2)
+
+    x = torch.ones(4, requires_grad=True)
+    with gate.step():
+        checkpoint(layer, x, use_reentrant=False).backward()
+    assert held == [True, True]
+    assert not gate.held
+
+
+def test_first_use_inside_a_backward_outside_the_gate_is_refused(gate):
+    calls = region("toy", gate)
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * calls(torch.ones(7))
+
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(GateError, match=r"gate\.step"):
+        Late.apply(x).sum().backward()
+
+
+def test_disabled_region_runs_the_function_itself(gate):
+    calls = Region("eager", square, gate=gate, enabled=False)
+    gate.seal()
+    assert calls(torch.ones(9)) == square(torch.ones(9))
+    assert calls.first_uses == []
