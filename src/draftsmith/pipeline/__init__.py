@@ -1,0 +1,1 @@
+"""Who runs where: devices and roles, ordered hand-off between threads, the shared update, start and stop."""

@@ -1,0 +1,247 @@
+"""From a config to a plan: everything resolved that can be resolved without loading weights.
+
+Devices and roles, dtype, attention path, taps, mask token, rows per epoch, steps, and an estimate of memory by device.
+`draftsmith train --plan` prints it and stops; `train` starts from it. Everything that was chosen rather than given, and
+everything that will be slow, dense or idle, is one line in `notices`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.config import RunConfig
+from draftsmith.data.corpus import Corpus, prepare_corpus
+from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
+from draftsmith.drafter.model import DraftModel
+from draftsmith.errors import UserError
+from draftsmith.pipeline.jobs import JobSequence
+from draftsmith.pipeline.memory import DeviceMemory, estimate_memory
+from draftsmith.pipeline.topology import Topology, resolve_topology
+from draftsmith.target.geometry import TargetGeometry, read_geometry
+from draftsmith.target.load import load_tokenizer
+from draftsmith.target.taps import MaskToken, choose_mask_token
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, resolved.
+
+    Attributes:
+        config: as given.
+        topology: devices of targets and drafters.
+        geometry: of the target.
+        spec: of the drafter.
+        mask: the mask token and the rule that chose it.
+        dtype: compute dtype of the drafter.
+        target_dtype: of the target's weights and features.
+        attention: "flex" or "dense".
+        compiled: whether regions are compiled.
+        corpus: tokenised data.
+        sequence: the order of work.
+        parameters: of the drafter.
+        memory: estimate by device.
+        notices: one line each.
+    """
+
+    config: RunConfig
+    topology: Topology
+    geometry: TargetGeometry
+    spec: DrafterSpec
+    mask: MaskToken
+    dtype: torch.dtype
+    target_dtype: torch.dtype
+    attention: str
+    compiled: bool
+    corpus: Corpus
+    sequence: JobSequence
+    parameters: int
+    memory: tuple[DeviceMemory, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """Updates of the whole run."""
+        return self.sequence.steps
+
+    def lines(self) -> list[str]:
+        """For people."""
+        config, spec, rows = self.config, self.spec, self.corpus.train.rows_per_epoch
+        epochs = self.steps * config.training.rows_per_update / rows
+        topology = self.topology
+        lines = [
+            f"target    {config.target.path}: {self.geometry.layers} layers x {self.geometry.hidden_size}, "
+            f"{self.geometry.vocab_rows:,} vocabulary rows, {_name(self.target_dtype)}",
+            f"drafter   {spec.layers} layers, {self.parameters / 1e6:.1f} M parameters, {_name(self.dtype)}; "
+            f"B={spec.block_size}, taps {list(spec.taps)}, mask token {spec.mask_token_id} ({self.mask.rule})",
+            f"rows      S={config.rows.length}, N={config.rows.anchors}, Q={config.rows.anchors * spec.block_size}; "
+            f"{rows:,} rows per epoch, {100 * self.corpus.train.waste:.1f} % padding",
+            f"steps     {self.steps:,} updates of {config.training.rows_per_update} rows, {epochs:.1f} epochs, "
+            f"{config.optimizer.name} at {config.optimizer.lr:g}, {config.optimizer.schedule}",
+            f"devices   targets on {_names(topology.targets)}; drafters on {_names(topology.drafters)}; "
+            f"{config.pipeline.prefetch} prefetch workers ({topology.reason})",
+            f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}",
+        ]
+        lines += [f"memory    {memory.line()}" for memory in self.memory]
+        lines += [f"note      {notice}" for notice in self.notices]
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved facts of the run."""
+        return {
+            "target": {"path": self.config.target.path, "dtype": _name(self.target_dtype), **vars(self.geometry)},
+            "drafter": {**vars(self.spec), "parameters": self.parameters, "dtype": _name(self.dtype)},
+            "mask_token_rule": self.mask.rule,
+            "attention": self.attention,
+            "compiled": self.compiled,
+            "devices": {
+                "targets": [str(device) for device in self.topology.targets],
+                "drafters": [str(device) for device in self.topology.drafters],
+                "prefetch": self.config.pipeline.prefetch,
+                "reason": self.topology.reason,
+            },
+            "rows_per_epoch": self.corpus.train.rows_per_epoch,
+            "steps": self.steps,
+            "memory": [vars(memory) for memory in self.memory],
+            "data": self.corpus.report.to_json(),
+            "notices": list(self.notices),
+        }
+
+
+def make_plan(
+    config: RunConfig, *, overfit: bool = False, progress: Callable[[str], None] = lambda _text: None
+) -> Plan:
+    """Resolves a config; reads the target's config and tokenizer, and all of the data.
+
+    Args:
+        config: the run.
+        overfit: one row, no evaluation, constant learning rate.
+        progress: told what takes long.
+
+    Raises:
+        UserError: anything in the config that cannot be done on this machine or with this target and data.
+    """
+    notices: list[str] = []
+    geometry = read_geometry(config.target)
+    tokenizer = load_tokenizer(config.target)
+    topology = resolve_topology(config.pipeline, config.training.rows_per_update)
+    on_cuda = {device.type == "cuda" for device in topology.drafters} == {True}
+    dtype = _dtype(config.training.dtype, on_cuda)
+    target_dtype = _dtype(config.target.dtype, all(device.type == "cuda" for device in topology.targets))
+
+    spec = read_spec_to_start_from(config, geometry) if config.drafter.init else None
+    block_size = spec.block_size if spec else config.drafter.block_size
+    progress("reading and tokenising the data")
+    corpus = prepare_corpus(
+        config.data,
+        tokenizer,
+        length=config.rows.length,
+        seed=config.training.seed,
+        block_size=block_size,
+    )
+    configured = spec.mask_token_id if spec else config.drafter.mask_token_id
+    mask = choose_mask_token(tokenizer, geometry.vocab_rows, torch.from_numpy(corpus.used_ids), configured)
+    spec = spec or resolve_spec(config.drafter, geometry, mask.id)
+
+    attention, compiled = _attention(config, spec, on_cuda, notices)
+    sequence = _sequence(config, corpus, overfit, notices)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in DraftModel(spec).parameters())
+    idle = -config.training.rows_per_update % len(topology.drafters)
+    if idle:
+        share = idle / (config.training.rows_per_update + idle)
+        notices.append(
+            f"rows_per_update {config.training.rows_per_update} is not a multiple of {len(topology.drafters)} drafters"
+            f": {100 * share:.0f} % of the drafters' time is idle"
+        )
+    memory = estimate_memory(config, topology, geometry, spec, parameters, dtype, target_dtype, attention)
+    return Plan(
+        config, topology, geometry, spec, mask, dtype, target_dtype, attention, compiled,
+        corpus, sequence, parameters, memory, tuple(notices),
+    )  # fmt: skip
+
+
+def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry) -> DrafterSpec:
+    """Spec of `drafter.init`, which must fit the target.
+
+    Raises:
+        UserError: not a drafter, or one for another target.
+    """
+    assert config.drafter.init is not None
+    spec = read_spec(Path(config.drafter.init))
+    ours = (geometry.hidden_size, geometry.layers, geometry.vocab_rows)
+    theirs = (spec.hidden_size, spec.target_layers, spec.vocab_rows)
+    if ours != theirs:
+        raise UserError(
+            f"is for another target: its hidden size, layers and vocabulary are {theirs}, the target's are {ours}",
+            where=config.drafter.init,
+        )
+    return spec
+
+
+def _attention(config: RunConfig, spec: DrafterSpec, on_cuda: bool, notices: list[str]) -> tuple[str, bool]:
+    """Names the attention path and whether it is compiled; on CUDA a dense path has to be asked for."""
+    attention = config.drafter.attention
+    if attention == "auto":
+        attention = "flex" if on_cuda else "dense"
+        if not on_cuda:
+            notices.append("dense attention, eager: flex_attention has no backward on CPU")
+    elif attention == "dense" and on_cuda:
+        notices.append("dense attention on CUDA, as configured: slow, and memory grows with Q x S")
+    if attention == "flex":
+        if not on_cuda:
+            raise UserError(
+                "flex attention cannot learn on CPU", where="drafter.attention", fix="set it to dense or auto"
+            )
+        queries = config.rows.anchors * spec.block_size
+        for name, value in (("rows.length", config.rows.length), ("rows.anchors x block_size", queries)):
+            if value % 128:
+                raise UserError(
+                    f"{name} is {value}; flex attention works in tiles of 128",
+                    where="rows",
+                    fix=f"use {math.ceil(value / 128) * 128}",
+                )
+        if config.compile.enabled == "off":
+            raise UserError(
+                "flex attention without compiling computes all scores", where="compile.enabled", fix="set it to on"
+            )
+    return attention, attention == "flex"
+
+
+def _sequence(config: RunConfig, corpus: Corpus, overfit: bool, notices: list[str]) -> JobSequence:
+    training = config.training
+    if overfit:
+        return JobSequence(training.steps or 500, training.rows_per_update, 0, 0)
+    steps = training.steps
+    if steps is None:
+        steps = max(1, math.ceil(training.epochs * corpus.train.rows_per_epoch / training.rows_per_update))
+    eval_rows = min(training.eval_rows, corpus.held_out.rows_per_epoch if corpus.held_out else 0)
+    if eval_rows == 0:
+        notices.append("no held-out rows: nothing is evaluated while training")
+    return JobSequence(steps, training.rows_per_update, training.eval_every, eval_rows)
+
+
+def _dtype(name: str, on_cuda: bool) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if on_cuda else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, devices))
+
+
+def overfit_config(config: RunConfig) -> RunConfig:
+    """The same run on one row: no warm-up or decay of the learning rate, one evaluation-free row."""
+    return config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"schedule": "constant", "warmup": 0.0})}
+    )

@@ -1,0 +1,225 @@
+"""What a run says of itself while it trains: steps, evaluations, checkpoints, and when to end.
+
+The drafter of replica 0 calls in at the end of each update, with sums that are still being computed on its device. They
+are copied to the host without waiting and read one update later, so that reporting never drains the device's queue.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.config import RunConfig
+from draftsmith.errors import UserError
+from draftsmith.objective import Sums
+from draftsmith.observe.events import EventLog
+from draftsmith.pipeline.clock import WorkerClock
+from draftsmith.pipeline.jobs import JobSequence
+from draftsmith.training.schedule import learning_rate_factor
+
+RATE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """One update whose figures are on their way to the host."""
+
+    update: int
+    kind: str
+    values: Tensor
+    ready: torch.cuda.Event | None
+    tokens: int
+    time: float
+
+
+class Progress:
+    """See the module's docstring. `begin` to `finish` are called by replica 0's thread, `request_end` by any.
+
+    Args:
+        config: of the run.
+        sequence: the order of work.
+        first_update: where this process starts.
+        log: takes the events.
+        clocks: of all workers.
+        save: writes the checkpoint after that many updates, returns its folder.
+        max_minutes: end after this time, with a checkpoint.
+        overfit: end once the loss is near zero.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sequence: JobSequence,
+        first_update: int,
+        log: EventLog,
+        clocks: list[WorkerClock],
+        save: Callable[[int], Path],
+        max_minutes: float | None,
+        overfit: bool,
+    ) -> None:
+        self.config, self.sequence, self.log, self.clocks = config, sequence, log, clocks
+        self._save, self._overfit = save, overfit
+        self._limit = None if max_minutes is None else max_minutes * 60
+        self._requested = ""
+        self.warm = threading.Event()
+        self._lock = threading.Lock()
+        self._tokens = 0
+        self._first_update = first_update
+        self._began = time.monotonic()
+        self._recent: deque[tuple[float, int, float]] = deque()
+        self._pending: deque[_Pending] = deque()
+        self._last_saved = -1
+        self.steps_done = first_update
+        self.reason = "all steps done"
+        self.loss = math.nan
+        self.losses: list[float] = []
+        self.tau_proxy = math.nan
+        self.evaluation: dict[str, object] | None = None
+        self.checkpoint: Path | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens trained on by this process."""
+        return self._tokens
+
+    @property
+    def seconds(self) -> float:
+        """Since the first row could start."""
+        return time.monotonic() - self._began
+
+    def begin(self) -> None:
+        """Everything is warm: time starts to count, and the other workers may start."""
+        self._began = time.monotonic()
+        self.warm.set()
+
+    def request_end(self, reason: str) -> None:
+        """Ends the run after the update that is being worked on, with a checkpoint."""
+        self._requested = self._requested or reason
+
+    def count_tokens(self, tokens: int) -> None:
+        """Adds a row's real tokens; called by all drafters."""
+        with self._lock:
+            self._tokens += tokens
+
+    def lr_factor(self, update: int) -> float:
+        """Learning-rate factor of an update."""
+        return learning_rate_factor(self.config.optimizer, update, self.sequence.steps)
+
+    def stepped(self, update: int, sums: Sums, norm: Tensor) -> None:
+        """An update was given to the device."""
+        self.steps_done = update + 1
+        self._report("step", update, torch.cat((norm.reshape(1), sums.values)))
+
+    def evaluated(self, update: int, sums: Sums) -> None:
+        """Held-out rows were given to the device."""
+        self._report("eval", update, torch.cat((torch.zeros(1, device=sums.values.device), sums.values)))
+
+    def wants_end(self, update: int) -> bool:
+        """Whether this update is to be the last."""
+        if update + 1 == self.sequence.steps:
+            return True
+        if self._limit is not None and self.seconds >= self._limit:
+            self.request_end("time limit")
+        if self._overfit and self.loss < OVERFIT_LOSS:
+            self.request_end("overfitted")
+        if self._requested:
+            self.reason = self._requested
+        return bool(self._requested)
+
+    def saves_after(self, update: int) -> bool:
+        """Whether a checkpoint is due."""
+        every = self.config.training.save_every
+        return every > 0 and (update + 1) % every == 0
+
+    def save(self, update: int) -> None:
+        """Writes the checkpoint of an update, once."""
+        if self._last_saved != update:
+            self.flush()
+            self._last_saved = update
+            self.checkpoint = self._save(update + 1)
+            self.log.write("checkpoint", step=update + 1, path=str(self.checkpoint))
+
+    def finish(self) -> None:
+        """Reports what is still on its way."""
+        self.flush()
+
+    def flush(self) -> None:
+        """Waits for the device and reports everything."""
+        while self._pending:
+            self._emit(self._pending.popleft())
+
+    def _report(self, kind: str, update: int, values: Tensor) -> None:
+        event = None
+        if values.device.type == "cuda":
+            stream = torch.cuda.current_stream(values.device)
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            values, event = host, stream.record_event()
+        self._pending.append(_Pending(update, kind, values, event, self._tokens, time.monotonic()))
+        while len(self._pending) > 1:
+            self._emit(self._pending.popleft())
+
+    def _emit(self, pending: _Pending) -> None:
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        summary = Sums(pending.values[1:]).summary()
+        loss = summary["loss"]
+        step = pending.update + 1
+        if pending.kind == "eval":
+            self.evaluation = {"step": step, **summary}
+            self.log.write("eval", step=step, **summary)
+            return
+        norm = float(pending.values[0])
+        assert isinstance(loss, float)
+        if not math.isfinite(norm) or (math.isnan(loss) and summary["blocks"]):
+            raise UserError(
+                f"loss {loss} and gradient norm {norm} at step {step} are not finite",
+                where="training",
+                fix="lower optimizer.lr, or resume from the last checkpoint with other settings",
+            )
+        if not math.isnan(loss):
+            self.loss, self.tau_proxy = loss, float(summary["tau_proxy"])  # type: ignore[arg-type]
+        self.losses.append(loss)
+        rate, wait = self._rates(pending)
+        done = step - self._first_update
+        self.log.write(
+            "step",
+            step=step,
+            steps=self.sequence.steps,
+            loss=loss,
+            tau_proxy=summary["tau_proxy"],
+            accept_by_slot=summary["accept_by_slot"],
+            lr=self.config.optimizer.lr * self.lr_factor(pending.update),
+            grad_norm=norm,
+            tokens=pending.tokens,
+            tokens_per_second=rate,
+            data_wait=wait,
+            eta_seconds=self.seconds / done * (self.sequence.steps - step),
+        )
+        for clock in self.clocks:
+            for span in clock.drain():
+                self.log.write("work", **span)
+
+    def _rates(self, pending: _Pending) -> tuple[float, float]:
+        """(real tokens per second, share of the drafters' time spent waiting for rows), over the last seconds."""
+        drafters = [clock for clock in self.clocks if clock.worker.startswith("drafter")]
+        waited = sum(clock.seconds["input"] for clock in drafters) / len(drafters)
+        if not self._recent:
+            self._recent.append((self._began, 0, 0.0))
+        self._recent.append((pending.time, pending.tokens, waited))
+        while len(self._recent) > 2 and pending.time - self._recent[1][0] > RATE_SECONDS:
+            self._recent.popleft()
+        began, tokens, waited_before = self._recent[0]
+        seconds = max(pending.time - began, 1e-9)
+        return (pending.tokens - tokens) / seconds, min(1.0, (waited - waited_before) / seconds)
+
+
+OVERFIT_LOSS = 0.05

@@ -1,0 +1,1 @@
+"""Learning: one step, the update that follows, the schedule, and checkpoints."""

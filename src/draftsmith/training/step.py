@@ -1,0 +1,67 @@
+"""One row's step: features → draft → loss → gradients. The whole of the learning, without any I/O.
+
+    embeddings = target's embedding rows of the block inputs        [Q, H]   frozen
+    hidden     = drafter(features, embeddings, positions, masks)    [Q, H]   one graph
+    sums, grad = objective(hidden, labels)                          [Q, H]   no graph: the head is frozen
+    hidden.backward(grad)                                                    gradients of Σ w·loss
+
+Nothing here waits for the device: shapes are static, decisions were made on the CPU when the batch was built, and the
+sums stay on the device. Dividing by Σ w, clipping and stepping are `update.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from draftsmith.blocks import DraftBatch
+from draftsmith.drafter import DraftModel, build_masks
+from draftsmith.objective import Objective, Sums
+from draftsmith.target.forward import Features
+from draftsmith.target.head import TargetHead
+
+
+class Replica:
+    """A drafter on one device with everything a row's step needs.
+
+    Args:
+        model: the drafter, in the compute dtype.
+        head: the target's embedding and head on the same device.
+        objective: loss and gradient through the head.
+        attention: "flex" or "dense".
+        forward: the model's forward or its compiled twin.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        head: TargetHead,
+        objective: Objective,
+        attention: str,
+        forward: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self.head = head
+        self.objective = objective
+        self.attention = attention
+        self.forward = forward or model
+
+    def step(self, features: Features, batch: DraftBatch, *, learn: bool = True) -> Sums:
+        """Adds the row's gradients to the parameters' `.grad` and returns its sums.
+
+        Args:
+            features: of the row, on this replica's device.
+            batch: of the row, on this replica's device.
+            learn: False computes the sums only. The forward is the same graph either way, so evaluating compiles
+                nothing new.
+        """
+        embeddings_QH = self.head.embed(batch.inputs_Q).to(features.taps_SF.dtype)
+        masks = build_masks(batch, self.attention)
+        hidden_QH = self.forward(
+            features.taps_SF, embeddings_QH, batch.context_positions_S, batch.block_positions_Q, masks
+        )
+        sums, gradient_QH = self.objective(hidden_QH, batch, features.last_SH)
+        if learn:
+            hidden_QH.backward(gradient_QH)
+        return sums

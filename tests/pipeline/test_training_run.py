@@ -1,0 +1,198 @@
+"""Whole runs on the CPU: threads equal one, a rerun and a resume are bit-identical, failures end everything."""
+
+from __future__ import annotations
+
+import _thread
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.observe.events import read_events
+from draftsmith.pipeline.plan import make_plan
+from draftsmith.pipeline.run import train
+from draftsmith.target.forward import Target
+from draftsmith.training.step import Replica
+
+WIDE = {"targets": ["cpu"] * 5, "drafters": ["cpu"] * 3, "prefetch": 4}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer_bytes(folder: Path, step: int) -> bytes:
+    return (folder / "checkpoints" / f"step-{step:07d}" / "trainer.safetensors").read_bytes()
+
+
+def test_five_plus_three_plus_four_equals_one_plus_one_plus_one(tiny_run) -> None:
+    """Losses equal to float32 tolerance (sums of gradients are formed in another order); a rerun is bit-identical."""
+    one = train(tiny_run("one", pipeline={"prefetch": 1}))
+    wide = train(tiny_run("wide", pipeline=WIDE))
+    again = train(tiny_run("again", pipeline=WIDE))
+    assert len(one.losses) == 4
+    torch.testing.assert_close(torch.tensor(wide.losses), torch.tensor(one.losses), rtol=0, atol=2e-5)
+    assert one.evaluation is not None
+    assert wide.evaluation is not None
+    assert wide.evaluation["loss"] == pytest.approx(one.evaluation["loss"], abs=2e-5)
+    assert wide.evaluation["blocks"] == one.evaluation["blocks"]
+    assert wide.losses == again.losses
+    assert trainer_bytes(wide.folder, 4) == trainer_bytes(again.folder, 4)
+
+
+def test_eight_workers_overlap_in_time(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While every target and drafter sleeps a little in its row, the spans of all eight lie over each other."""
+    features, step = Target.features, Replica.step
+
+    def slow_features(self, *args, **kwargs):
+        time.sleep(0.15)
+        return features(self, *args, **kwargs)
+
+    def slow_step(self, *args, **kwargs):
+        time.sleep(0.15)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "features", slow_features)
+    monkeypatch.setattr(Replica, "step", slow_step)
+    result = train(tiny_run("overlap", pipeline=WIDE, training={"steps": 5, "eval_rows": 0, "rows_per_update": 6}))
+    spans = [event for event in read_events(result.folder / "events.jsonl") if event["kind"] == "work"]
+    edges = sorted(
+        [(span["start"], 1, span["worker"]) for span in spans if not span["worker"].startswith("prefetch")]
+        + [(span["end"], -1, span["worker"]) for span in spans if not span["worker"].startswith("prefetch")]
+    )
+    busy: dict[str, int] = {}
+    most = 0
+    for _, change, worker in edges:
+        busy[worker] = busy.get(worker, 0) + change
+        most = max(most, sum(count > 0 for count in busy.values()))
+    assert {span["worker"] for span in spans} == {
+        *(f"target {i}" for i in range(5)),
+        *(f"drafter {i}" for i in range(3)),
+        *(f"prefetch {i}" for i in range(4)),
+    }
+    assert most == 8
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resuming_equals_never_having_stopped(tiny_run, optimizer: str) -> None:
+    """Bit for bit: masters, optimizer state, and every loss after the checkpoint; also with another number of drafters
+    at the second start, to float tolerance."""
+    settings = {"optimizer": {"name": optimizer}, "training": {"steps": 4}}
+    whole = train(tiny_run("whole", **settings))
+    parts = tiny_run("parts", **settings)
+    train(parts)
+    shutil.rmtree(Path(parts.training.output) / "checkpoints" / "step-0000004")
+    resumed = train(parts, resume=True)
+    assert resumed.losses == whole.losses[2:]
+    assert trainer_bytes(resumed.folder, 4) == trainer_bytes(whole.folder, 4)
+
+
+def test_a_time_limit_saves_and_the_rest_can_follow(tiny_run) -> None:
+    config = tiny_run("limit", training={"steps": 3, "save_every": 0})
+    first = train(config, max_minutes=0.0)
+    assert (first.reason, first.step) == ("time limit", 1)
+    assert first.checkpoint is not None
+    assert first.checkpoint.is_dir()
+    second = train(config, resume=True)
+    assert (second.reason, second.step) == ("all steps done", 3)
+    whole = train(tiny_run("limit-whole", training={"steps": 3, "save_every": 0}))
+    assert first.losses + second.losses == whole.losses
+
+
+@pytest.mark.parametrize("where", ["prefetch", "target", "drafter"])
+def test_the_first_failure_ends_everything_with_its_cause(tiny_run, monkeypatch, where: str) -> None:
+    class Broken(RuntimeError):
+        pass
+
+    def fail(*_args, **_kwargs):
+        raise Broken(where)
+
+    place = {
+        "prefetch": "draftsmith.pipeline.run.make_draft_batch",
+        "target": "draftsmith.target.forward.Target.features",
+        "drafter": "draftsmith.training.step.Replica.step",
+    }[where]
+    monkeypatch.setattr(place, fail)
+    began = time.monotonic()
+    with pytest.raises(Broken, match=where):
+        train(tiny_run(f"broken-{where}", pipeline=WIDE))
+    assert time.monotonic() - began < 20
+    names = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in names if name.startswith(("prefetch", "target", "drafter"))]
+
+
+def test_one_interrupt_finishes_the_step_and_saves(tiny_run) -> None:
+    config = tiny_run("interrupted", training={"steps": 5000, "save_every": 0, "eval_every": 0})
+    seen: list[int] = []
+
+    def interrupt_at_three(event) -> None:
+        if event["kind"] == "step":
+            seen.append(event["step"])
+            if event["step"] == 3:
+                _thread.interrupt_main()
+
+    result = train(config, listener=interrupt_at_three)
+    assert result.reason == "interrupted"
+    assert 3 <= result.step < 5000
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == f"step-{result.step:07d}"
+
+
+def test_overfitting_one_row_reaches_almost_no_loss(tiny_run) -> None:
+    config = tiny_run(
+        "overfit",
+        rows={"length": 48, "anchors": 6},
+        drafter={"layers": 2, "block_size": 4},
+        optimizer={"lr": 2e-2},
+        training={"steps": 600, "rows_per_update": 1, "save_every": 0},
+    )
+    result = train(config, overfit=True)
+    assert result.succeeded
+    assert result.reason == "overfitted"
+    assert result.losses[0] > 3
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_run) -> None:
+    with pytest.raises(UserError, match="not finite"):
+        train(tiny_run("diverged", optimizer={"lr": 1e18}, training={"steps": 20}))
+
+
+def test_resuming_with_other_data_is_refused(tiny_run, tiny_chats: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    lines = tiny_chats.read_text().splitlines(keepends=True)
+    copy.write_text("".join(lines))
+    config = tiny_run("other-data", data={"train": str(copy)}, training={"steps": 2})
+    train(config)
+    copy.write_text("".join(lines[:-5]))
+    with pytest.raises(UserError, match="training rows are not those"):
+        train(config, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"drafter": {"taps": [0, 99]}}, "out of range"),
+        ({"drafter": {"mask_token_id": 10_000}}, "outside the target's"),
+        ({"drafter": {"attention": "flex"}}, "cannot learn on CPU"),
+        ({"pipeline": {"targets": ["cuda:7"]}}, "auto stands for both|does not exist"),
+        ({"pipeline": {"targets": ["cuda:7"], "drafters": ["cpu"]}}, "does not exist"),
+        ({"pipeline": {"targets": ["tpu"], "drafters": ["cpu"]}}, "is not a device"),
+        ({"drafter": {"heads": 4, "kv_heads": 3}}, "cannot share"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_starts(tiny_run, sections, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(tiny_run("bad", **sections))
+
+
+def test_an_idle_share_is_printed(tiny_run) -> None:
+    plan = make_plan(tiny_run("idle", pipeline={"targets": ["cpu"], "drafters": ["cpu"] * 4}))
+    assert any("25 % of the drafters' time is idle" in line for line in plan.lines())
