@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
+from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.run import train
 from draftsmith.target.forward import Target
@@ -196,3 +197,41 @@ def test_what_cannot_be_done_is_said_before_anything_starts(tiny_run, sections, 
 def test_an_idle_share_is_printed(tiny_run) -> None:
     plan = make_plan(tiny_run("idle", pipeline={"targets": ["cpu"], "drafters": ["cpu"] * 4}))
     assert any("25 % of the drafters' time is idle" in line for line in plan.lines())
+
+
+def no_space(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_costs_a_checkpoint_but_not_the_run(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, calls = run_module.save_checkpoint, []
+
+    def full_at_first(*args, **kwargs):
+        calls.append(args)
+        return no_space() if len(calls) == 1 else save(*args, **kwargs)
+
+    monkeypatch.setattr(run_module, "save_checkpoint", full_at_first)
+    result = train(tiny_run("full"))
+    assert result.step == 4
+    assert [path.name for path in (result.folder / "checkpoints").iterdir()] == ["step-0000004"]
+    errors = [event["text"] for event in read_events(result.folder / "events.jsonl") if event["kind"] == "error"]
+    assert len(errors) == 1
+    assert "checkpoint of step 2 could not be written: No space left on device; training goes on" in errors[0]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_said(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "save_checkpoint", no_space)
+    with pytest.raises(UserError, match="checkpoint of step 4 could not be written: No space left"):
+        train(tiny_run("never"))
+
+
+def test_what_was_refused_is_counted_and_named(tiny_run, tiny_chats: Path, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    unanswered = '{"messages": [{"role": "user", "content": "the quick fox"}]}\n'
+    mixed.write_text(unanswered + tiny_chats.read_text())
+    config = tiny_run("mixed", data={"train": str(mixed)}, training={"steps": 1})
+    plan = make_plan(config)
+    assert any("1 refused" in line for line in plan.lines())
+    result = train(config)
+    named = (result.folder / "data-incidents.jsonl").read_text()
+    assert f"{mixed}:1" in named

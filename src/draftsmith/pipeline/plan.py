@@ -88,6 +88,7 @@ class Plan:
             f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}",
         ]
         lines += [f"memory    {memory.line()}" for memory in self.memory]
+        lines += [f"data      {line}" for line in self.corpus.report.lines()]
         lines += [f"note      {notice}" for notice in self.notices]
         return lines
 

@@ -139,13 +139,26 @@ class Progress:
         every = self.config.training.save_every
         return every > 0 and (update + 1) % every == 0
 
-    def save(self, update: int) -> None:
-        """Writes the checkpoint of an update, once."""
-        if self._last_saved != update:
-            self.flush()
-            self._last_saved = update
+    def save(self, update: int, *, last: bool) -> None:
+        """Writes the checkpoint of an update, once. A disk that fails does not end the run, only its last save does.
+
+        Raises:
+            UserError: the last checkpoint of the run could not be written.
+        """
+        if self._last_saved == update:
+            return
+        self.flush()
+        try:
             self.checkpoint = self._save(update + 1)
-            self.log.write("checkpoint", step=update + 1, path=str(self.checkpoint))
+        except OSError as error:
+            text = f"the checkpoint of step {update + 1} could not be written: {error.strerror or error}"
+            if last:
+                kept = f"the last one is {self.checkpoint}" if self.checkpoint else "there is no earlier one"
+                raise UserError(f"{text}; {kept}", where=self.config.training.output) from None
+            self.log.write("error", text=f"{text}; training goes on")
+            return
+        self._last_saved = update
+        self.log.write("checkpoint", step=update + 1, path=str(self.checkpoint))
 
     def finish(self) -> None:
         """Reports what is still on its way."""

@@ -131,6 +131,8 @@ def _train(
     facts = plan.to_json()
     (folder / "resolved.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
     log.write("plan", lines=plan.lines())
+    if plan.corpus.report.incidents:
+        plan.corpus.report.write_incidents(folder / "data-incidents.jsonl")
     for notice in plan.notices:
         log.write("notice", text=notice)
 

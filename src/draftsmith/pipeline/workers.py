@@ -211,7 +211,7 @@ class DrafterWorker(Worker):
             end = self.exchange.agree(self.index, self.index == 0 and self.progress.wants_end(update))
             if end or self.progress.saves_after(update):
                 if self.index == 0:
-                    self.progress.save(update)
+                    self.progress.save(update, last=end)
                 self.exchange.meet(self.index)
             if end:
                 break
