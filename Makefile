@@ -19,8 +19,9 @@ help:
 demo: .venv/.ready
 	$(BIN)/draftsmith demo
 
+# One thread per operator: the tests' tensors are small, and threads of their own are what the pipeline tests start.
 test: .venv/.ready-dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -34,7 +34,9 @@ class TargetConfig(Section):
     """The frozen model that is to be drafted for."""
 
     path: str = Field(description="directory, hub name, .gguf file, or 'demo' for the embedded target")
-    gguf_file: str | None = Field(None, description="name of the GGUF file inside `path`, if it is a directory or hub name")
+    gguf_file: str | None = Field(
+        None, description="name of the GGUF file inside `path`, if it is a directory or hub name"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     trust_remote_code: bool = False
 
@@ -43,7 +45,9 @@ class DataConfig(Section):
     """Conversations and how they become tokens."""
 
     train: tuple[str, ...] = Field(description="JSON-lines files of chat messages or plain text")
-    held_out: tuple[str, ...] = Field((), description="files that are only evaluated; empty: split off `held_out_share`")
+    held_out: tuple[str, ...] = Field(
+        (), description="files that are only evaluated; empty: split off `held_out_share`"
+    )
     held_out_share: float = Field(0.02, ge=0.0, le=0.5)
     chat_template: str | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
     template_options: dict[str, Any] = Field({}, description="passed to the template, e.g. {enable_thinking: false}")
@@ -97,7 +101,9 @@ class RowsConfig(Section):
 class ObjectiveConfig(Section):
     """What a slot is taught and how much it weighs."""
 
-    labels: Literal["data", "kl", "tv"] = Field("data", description="data: CE; kl, tv: distance to the target's distribution")
+    labels: Literal["data", "kl", "tv"] = Field(
+        "data", description="data: CE; kl, tv: distance to the target's distribution"
+    )
     weights: Literal["decay", "dpace"] = "decay"
     gamma: float | None = Field(None, gt=0, description="decay length; none: 7 for B=16, 4 for B=8, else 0.45·B")
     alpha: float = Field(0.5, ge=0, le=1, description="smoothing of the dpace weights")
@@ -128,7 +134,9 @@ class TrainingConfig(Section):
     steps: int | None = Field(None, ge=1, description="updates; overrides epochs")
     rows_per_update: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute; master weights are always float32")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute; master weights are always float32"
+    )
     activation_checkpointing: bool = False
     eval_every: int = Field(200, ge=0, description="updates between held-out evaluations; 0: only at the end")
     eval_rows: int = Field(8, ge=0, description="held-out rows of one evaluation")
@@ -156,6 +164,10 @@ class CompileConfig(Section):
 
     enabled: Literal["auto", "on", "off"] = Field("auto", description="auto: on for CUDA, off for CPU")
     on_recompile: Literal["error", "warn"] = "error"
+    evidence: Literal["error", "warn", "off"] = Field(
+        "error", description="profile a step now and then: what to do where the compiled kernels are not seen"
+    )
+    evidence_every: int = Field(1000, ge=0, description="updates between profiled ones; 0: only the first")
 
 
 class RunConfig(Section):
@@ -163,13 +175,13 @@ class RunConfig(Section):
 
     target: TargetConfig
     data: DataConfig
-    drafter: DrafterConfig = DrafterConfig()  # type: ignore[call-arg]
-    rows: RowsConfig = RowsConfig()  # type: ignore[call-arg]
-    objective: ObjectiveConfig = ObjectiveConfig()  # type: ignore[call-arg]
-    optimizer: OptimizerConfig = OptimizerConfig()  # type: ignore[call-arg]
-    training: TrainingConfig = TrainingConfig()  # type: ignore[call-arg]
-    pipeline: PipelineConfig = PipelineConfig()  # type: ignore[call-arg]
-    compile: CompileConfig = CompileConfig()  # type: ignore[call-arg]
+    drafter: DrafterConfig = DrafterConfig()
+    rows: RowsConfig = RowsConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    compile: CompileConfig = CompileConfig()
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

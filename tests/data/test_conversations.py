@@ -142,3 +142,11 @@ def test_the_key_depends_on_the_content_alone() -> None:
         Conversation("a:1", text="\ud800"),
     ]
     assert len({other.key() for other in [*others, Conversation("a:1", messages=CHAT)]}) == 6
+
+
+def test_a_length_limit_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    messages = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    lines = [f'{{"messages": {messages}, "finish_reason": "{reason}"}}' for reason in ("length", "stop")]
+    path.write_text("\n".join([*lines, f'{{"messages": {messages}}}']))
+    assert [conversation.cut for conversation in read_conversations([path])] == [True, False, False]

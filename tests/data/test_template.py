@@ -377,3 +377,15 @@ def test_a_batch_equals_one_by_one(tokenizer: Any) -> None:
         alone = tokenise(conversation, tokenizer)
         assert (alone.refusal, alone.untaught) == (together.refusal, together.untaught)
         assert [lists(d) for d in alone.documents] == [lists(d) for d in together.documents]
+
+
+def test_an_answer_cut_at_the_length_limit_is_not_taught_an_end(tokenizer: Any) -> None:
+    tokeniser = Tokeniser(tokenizer, chat_template=CHATML)
+    messages = chat("why?", "because it was so", "and then?", "and then it").messages
+    whole, cut = tokeniser([Conversation("f:1", messages=messages), Conversation("f:2", messages=messages, cut=True)])
+    assert int(whole.documents[0].tokens[-1]) == tokeniser.stop_token
+    assert cut.documents[0].tokens.tolist() == whole.documents[0].tokens[:-1].tolist()
+    assert cut.documents[0].loss_mask.tolist() == whole.documents[0].loss_mask[:-1].tolist()
+    # The end of the first answer is the model's own and stays taught.
+    first_end = cut.documents[0].tokens.tolist().index(tokeniser.stop_token, 8)
+    assert tokeniser.stop_token in cut.documents[0].tokens[cut.documents[0].loss_mask].tolist(), first_end

@@ -67,9 +67,9 @@ def test_config_says_what_serving_engines_read(tmp_path: Path) -> None:
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 5e5, "max_position_embeddings": 4096,
-        "vocab_size": 23, "attention_bias": False, "tie_word_embeddings": False, "num_target_layers": 9, "block_size": 10,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 9,
-        "use_sliding_window": True,
+        "vocab_size": 23, "attention_bias": False, "tie_word_embeddings": False, "num_target_layers": 9,
+        "block_size": 10, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 9, "use_sliding_window": True,
     }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
     assert config["dflash_config"] == {

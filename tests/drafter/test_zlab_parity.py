@@ -1,7 +1,7 @@
 """What is trained is what is served: training forward, our decoding and z-lab's decoder give the same hidden states.
 
 The reference is the wheel `dflash`, loaded from a directory that `save_drafter` wrote, so the config fields (rope θ,
-window, causality) are proved as well.
+window, causality) are proved as well. `make test` installs it; without it this file fails, it is not skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import dflash.model as zlab
 import pytest
 import torch
 from tiny_drafters import LAYOUTS, MASK_TOKEN, VOCAB, batch_of, random_model, random_row, tiny_spec, training_hidden
@@ -19,8 +20,6 @@ from draftsmith.config import ObjectiveConfig
 from draftsmith.drafter import DraftModel, load_drafter, save_drafter
 from draftsmith.drafter.rope import rotary_tables
 from draftsmith.objective import HeadTerms, Objective
-
-zlab = pytest.importorskip("dflash.model", reason="the reference decoder is installed by `make test`")
 
 TOLERANCE = 1e-4
 

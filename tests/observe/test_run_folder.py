@@ -82,6 +82,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         open_run_folder(config(tmp_path / "thesis.tex"))
 
 
+def test_a_folder_may_hold_the_runs_own_config_and_data(tmp_path: Path) -> None:
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    (tmp_path / "run" / "data" / "answers.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "config.yaml").write_text("target: demo\n")
+    before = snapshot(tmp_path)
+    open_run_folder(config(tmp_path / "run")).close()
+    assert {name: content for name, content in snapshot(tmp_path).items() if "run.json" not in name} == before
+
+
 def test_a_crash_before_run_json_leaves_a_usable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: object) -> None:
         raise KeyboardInterrupt

@@ -99,3 +99,16 @@ def test_no_copy_of_the_models_weights(tmp_path: Path) -> None:
     assert head.embedding_VH.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
     assert head.head_VH.data_ptr() == head.embedding_VH.data_ptr()
     assert not head.head_VH.requires_grad
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_final_scale_is_what_the_norm_multiplies_by(tmp_path: Path, name: str) -> None:
+    """Gemma stores the scale minus one, Qwen the scale itself."""
+    target = loaded(save_tiny(tmp_path, name))
+    norm = target.decoder.norm
+    norm.weight.data = torch.linspace(0.5, 2.0, norm.weight.numel())
+    x = torch.randn(3, norm.weight.numel())
+    normalised = x / x.square().mean(-1, keepdim=True).sqrt()
+    scale = target.head().final_scale_H
+    assert scale is not None
+    torch.testing.assert_close(norm(x), normalised * scale, atol=1e-4, rtol=1e-4)

@@ -1,8 +1,8 @@
 """The attention rule as 128 × 128 tiles, the form that a block-sparse kernel wants.
 
 A tile that no query sees is skipped, one that every query of it sees completely is computed without the predicate, the
-others are computed with it. Built from intervals on the CPU, in O(Q) plus the size of the lists: about 2 ms for Q = 8,192, where
-asking every (query, key) pair takes seconds.
+others are computed with it. Built from intervals on the CPU, in O(Q) plus the size of the lists: about 2 ms for
+Q = 8,192, where asking every (query, key) pair takes seconds.
 """
 
 from __future__ import annotations

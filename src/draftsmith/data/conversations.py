@@ -37,12 +37,15 @@ class Conversation:
         messages: chat messages as the template wants them, or None for plain text.
         text: plain text, or None for chat.
         tools: tool descriptions for the chat template.
+        cut: the last answer stopped at a length limit (`"finish_reason": "length"` in the line), so its end is not
+            the model's and is not taught.
     """
 
     source: str
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    cut: bool = False
 
     def key(self) -> int:
         """64-bit hash of the content, the same wherever the conversation stands and whatever its JSON spacing was."""
@@ -100,7 +103,8 @@ def _parse(line: bytes, source: str) -> Conversation:
         tools = content.get("tools") or None
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise UserError("tools is not a list of objects", where=source)
-        return Conversation(source, messages=_check_messages(content["messages"], source), tools=tools)
+        messages = _check_messages(content["messages"], source)
+        return Conversation(source, messages=messages, tools=tools, cut=content.get("finish_reason") == "length")
     if content.get("text") is not None:
         if not isinstance(content["text"], str):
             raise UserError(f"text is a {type(content['text']).__name__}, not a string", where=source)

@@ -32,7 +32,7 @@ template, not per conversation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jinja2
@@ -200,9 +200,24 @@ class Tokeniser:
         answers = self._encode([s.turn.through[len(s.turn.prompt) :] for s in straddlers], special=False)
         for straddler, answer in zip(straddlers, answers, strict=True):
             self._place_alone(straddler, answer)
-        return [
+        results = [
             _all_taught(plan.source, next(plain_encoded)) if plan.plain is not None else _finish(plan) for plan in plans
         ]
+        return [
+            self._without_end(result) if conversation.cut else result
+            for conversation, result in zip(conversations, results, strict=True)
+        ]
+
+    def _without_end(self, tokenised: Tokenised) -> Tokenised:
+        """The same without the stop token of the last answer, which the template wrote and the model did not."""
+        if not tokenised.documents or int(tokenised.documents[-1].tokens[-1]) != self.stop_token:
+            return tokenised
+        *others, last = tokenised.documents
+        shorter = make_document(last.name, last.tokens[:-1].numpy(), last.loss_mask[:-1].numpy())
+        documents = (*others, *([shorter] if shorter is not None else []))
+        if not documents:
+            return Tokenised(tokenised.source, refusal=Problem(NO_ANCHOR))
+        return replace(tokenised, documents=documents)
 
     # -- rendering ---------------------------------------------------------------------------------------------
 

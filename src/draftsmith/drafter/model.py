@@ -237,8 +237,13 @@ def _block_mask(kind: LayerKind, start: int, width: int, first: int, device: tor
     return visible
 
 
-def initialise(model: DraftModel, seed: int) -> None:
-    """Fresh weights: matrices normal with σ = 0.02, norms one; the same for a seed on every device."""
+def initialise(model: DraftModel, seed: int, final_scale_H: Tensor | None = None) -> None:
+    """Fresh weights: matrices normal with σ = 0.02, norms one; the same for a seed on every device.
+
+    Args:
+        final_scale_H: scale of the target's final norm. The drafter's own final norm starts from it, because the frozen
+            head expects hidden states of that size (without it SmolLM2's loss starts at 84 instead of 11).
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -246,3 +251,5 @@ def initialise(model: DraftModel, seed: int) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
             else:
                 parameter.fill_(1.0)
+        if final_scale_H is not None:
+            model.norm.weight.copy_(final_scale_H)

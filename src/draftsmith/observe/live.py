@@ -143,6 +143,10 @@ def notable_line(event: Event) -> str | None:
         return f"error: {event.get('text')}"
     if kind == "warmup" and event.get("text"):
         return f"warm-up: {event['text']}"
+    if kind == "ledger" and event.get("lines"):
+        return "\n".join(event["lines"])
+    if kind == "evidence":
+        return f"evidence: {event.get('text')}"
     if kind == "end":
         return f"ended at step {event.get('step')}: {event.get('reason')}"
     return None

@@ -1,8 +1,9 @@
 """The folder of one run: made once, locked while in use, never overwritten.
 
-`run.json` names the run by its config's fingerprint. A folder is accepted when it is new or empty, or, with
-`resume=True`, when it holds the run with the same fingerprint. The lock is `flock` on the file `lock`: the kernel
-frees it when the process ends, however it ends, so a crash never leaves a folder locked.
+`run.json` names the run by its config's fingerprint. A folder is accepted when it is new or holds no more than what was
+prepared for the run (`config.yaml`, `data/`), or, with `resume=True`, when it holds the run with the same fingerprint.
+The lock is `flock` on the file `lock`: the kernel frees it when the process ends, however it ends, so a crash never
+leaves a folder locked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from draftsmith.errors import UserError
 
 _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
+_PREPARED = {"config.yaml", "data"}  # never written here
 _OTHER_OUTPUT = "choose another training.output"
 
 
@@ -114,7 +116,7 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
     if _RUN_FILE not in content:
         if resume:
             raise UserError("no run here to resume", where=where, fix="start it without --resume")
-        if content - {_LOCK_FILE, f"{_RUN_FILE}.new"}:
+        if content - _PREPARED - {_LOCK_FILE, f"{_RUN_FILE}.new"}:
             raise UserError("is not empty and holds no run", where=where, fix=_OTHER_OUTPUT)
         return
     there = _read_run_file(path)

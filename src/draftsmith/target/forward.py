@@ -105,7 +105,19 @@ class Target:
             softcap=self.geometry.logit_softcap,
             multiplier=self.geometry.logit_multiplier,
             embedding_scale=self.geometry.embedding_scale,
+            final_scale_H=self._final_norm_scale(),
         )
+
+    @torch.no_grad()
+    def _final_norm_scale(self) -> Tensor | None:
+        """Scale [H] by which the final norm multiplies a normalised hidden state; None for a decoder without one.
+
+        Read by sending ones through it, whose RMS is one: norms differ in how they store their weight.
+        """
+        norm = getattr(self.decoder, "norm", None)
+        if norm is None:
+            return None
+        return norm(torch.ones(self.geometry.hidden_size, dtype=self.dtype, device=self.device)).float().cpu()
 
     def free_layers_after(self, tap: int) -> None:
         """Gives back the memory of the layers behind `tap`; neither `last_hidden` nor decoding is possible then."""

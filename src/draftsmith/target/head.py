@@ -23,6 +23,8 @@ class TargetHead:
         softcap: c in c·tanh(logits/c), or None.
         multiplier: factor on the logits before the cap.
         embedding_scale: factor on embedding rows.
+        final_scale_H: what the target's final norm multiplies a normalised hidden state by, on the CPU; None where the
+            decoder has no such norm. The size of hidden states that the head expects.
     """
 
     embedding_VH: Tensor
@@ -30,6 +32,7 @@ class TargetHead:
     softcap: float | None = None
     multiplier: float = 1.0
     embedding_scale: float = 1.0
+    final_scale_H: Tensor | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of token ids [...], scaled."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each part of the work timed alone, against what this card's matmuls reach in the same minute."""

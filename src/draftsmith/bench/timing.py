@@ -1,0 +1,52 @@
+"""Timing a function on a device, and the device's matmul ceiling to hold the result against."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over several runs."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    def to_json(self) -> dict[str, float]:
+        return {"ms": self.median, "ms_min": self.low, "ms_max": self.high, "runs": self.runs}
+
+
+def measure(work: Callable[[], object], device: torch.device, *, warmups: int = 3, runs: int = 10) -> Timing:
+    """Runs `work` several times; by device events on CUDA, by the host's clock elsewhere."""
+    for _ in range(warmups):
+        work()
+    times = []
+    for _ in range(runs):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+    return Timing(statistics.median(times), min(times), max(times), runs)
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of a large square matrix product on random data: 8192³ on CUDA, 1024³ on CPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timing = measure(lambda: left @ right, device, warmups=3, runs=10 if device.type == "cuda" else 3)
+    return 2 * size**3 / (timing.median * 1e-3) / 1e12

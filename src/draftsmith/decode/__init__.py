@@ -1,0 +1,24 @@
+"""Decoding: the target's own answers in batches, speculative decoding of one answer, and what a drafter is worth."""
+
+from draftsmith.decode.evaluate import Evaluation, Figures, Tie, evaluate, stop_ids_of
+from draftsmith.decode.generate import Answer, generate
+from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, PromptLookupProposer, Proposer
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.speculative import Decoded, decode
+
+__all__ = [
+    "Answer",
+    "Decoded",
+    "DrafterProposer",
+    "Evaluation",
+    "Figures",
+    "GreedyProposer",
+    "PromptLookupProposer",
+    "Proposer",
+    "Sampling",
+    "Tie",
+    "decode",
+    "evaluate",
+    "generate",
+    "stop_ids_of",
+]

@@ -1,0 +1,177 @@
+"""Keys and values of the target while it decodes: allocated once, written in place, cut back for nothing.
+
+A `DecodeCache` holds, for every layer, K and V as [rows, kv_heads, columns, head_dim]. Rows are sequences; a token of
+any sequence is written at the next column. The model sees the columns from `first` to `first + length` of the live
+rows, as a view. Costs: appending copies the new tokens and nothing else (concatenation would copy the whole past of
+every layer at every step); `crop` changes a number; `move_rows` copies the rows that move.
+
+Sliding layers keep their whole past, so that rejected tokens can be taken back; they show the model the window's last
+`window - 1` columns and the new ones. Unwritten columns are zero and stale ones are finite: a masked column weighs
+exactly nothing.
+
+Targets with recurrent layers (gated delta nets, state-space models) are refused: their state cannot be cut back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftsmith.errors import UserError
+from draftsmith.target.geometry import FULL, SLIDING, layer_kinds
+
+
+class DecodeLayer(CacheLayerMixin):
+    """One layer's keys and values.
+
+    Args:
+        rows: sequences that fit.
+        columns: tokens per row that fit.
+        window: attention window of a sliding layer; None: the layer sees everything.
+    """
+
+    is_croppable = True
+
+    def __init__(self, rows: int, columns: int, window: int | None) -> None:
+        super().__init__()
+        self.rows, self.columns, self.window = rows, columns, window
+        self.is_sliding = window is not None
+        self.first = 0
+        self.length = 0
+        self.all_keys = self.all_values = torch.empty(0)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates the buffers in the dtype and on the device of the first keys."""
+        heads = key_states.shape[1]
+        self.all_keys = key_states.new_zeros(self.rows, heads, self.columns, key_states.shape[-1])
+        self.all_values = value_states.new_zeros(self.rows, heads, self.columns, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends [live rows, kv_heads, new, head_dim] and returns the columns that the new tokens may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        live, new = key_states.shape[0], key_states.shape[2]
+        end = self.first + self.length
+        assert end + new <= self.columns, f"{end} + {new} tokens in a cache of {self.columns}"
+        self.all_keys[:live, :, end : end + new] = key_states
+        self.all_values[:live, :, end : end + new] = value_states
+        start = self.first + self._hidden()
+        self.length += new
+        return self.all_keys[:live, :, start : end + new], self.all_values[:live, :, start : end + new]
+
+    def _hidden(self) -> int:
+        """Columns before the window of the next token."""
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns shown, number of the first one), asked for before `update`."""
+        hidden = self._hidden()
+        return self.length + query_length - hidden, hidden
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` columns."""
+        assert -self.length <= tokens_to_remove <= 0
+        self.length += tokens_to_remove
+
+
+class DecodeCache(Cache):
+    """The layers of one target; see the module's docstring.
+
+    Args:
+        config: the target's Hugging Face config.
+        rows: sequences that fit.
+        columns: tokens per row that fit, rejected drafts included.
+
+    Raises:
+        UserError: the target has layers whose state cannot be cut back.
+    """
+
+    def __init__(self, config: Any, rows: int, columns: int) -> None:
+        windows = attention_windows(config)
+        self.past = [DecodeLayer(rows, columns, window) for window in windows]
+        super().__init__(layers=list(self.past))
+
+    @property
+    def first(self) -> int:
+        """First column shown to the model."""
+        return self.past[0].first
+
+    @property
+    def length(self) -> int:
+        """Columns shown to the model."""
+        return self.past[0].length
+
+    def show(self, first: int, length: int) -> None:
+        """Makes the model see `length` columns from `first`."""
+        for layer in self.past:
+            layer.first, layer.length = first, length
+
+    def crop_to(self, length: int) -> None:
+        """Keeps the first `length` columns shown."""
+        for layer in self.past:
+            assert length <= layer.length
+            layer.length = length
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies rows `sources` over rows `targets` (int64 [n] each, no row in both)."""
+        for layer in self.past:
+            shown = slice(layer.first, layer.first + layer.length)
+            layer.all_keys[targets, :, shown] = layer.all_keys[sources, :, shown]
+            layer.all_values[targets, :, shown] = layer.all_values[sources, :, shown]
+
+    def shift(self, live: int) -> None:
+        """Moves the columns shown of the first `live` rows to the front, so that there is room behind them."""
+        for layer in self.past:
+            shown = slice(layer.first, layer.first + layer.length)
+            layer.all_keys[:live, :, : layer.length] = layer.all_keys[:live, :, shown].clone()
+            layer.all_values[:live, :, : layer.length] = layer.all_values[:live, :, shown].clone()
+            layer.first = 0
+
+    def insert(self, source: DecodeCache, source_columns: Tensor, row: int) -> None:
+        """Writes rows of another cache so that they end where the columns shown end.
+
+        Args:
+            source: holds n rows.
+            source_columns: int64 [n, W]; entry (i, j) is the column of `source` row i that lands in the j-th of the
+                last W columns shown.
+            row: first row written; n rows are.
+        """
+        count, width = source_columns.shape
+        for layer, other in zip(self.past, source.past, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(other.all_keys, other.all_values)
+            end = layer.first + layer.length
+            for buffer, taken in ((layer.all_keys, other.all_keys), (layer.all_values, other.all_values)):
+                index = source_columns[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+                buffer[row : row + count, :, end - width : end] = taken.gather(2, index)
+
+
+def attention_windows(config: Any) -> list[int | None]:
+    """Window of every layer of a Hugging Face config that keeps K and V; None for full attention.
+
+    Raises:
+        UserError: a layer is neither full nor sliding attention.
+    """
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    kinds = layer_kinds(config)
+    # Some models let their last layers read the K and V of earlier ones.
+    kinds = kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]
+    odd = sorted(set(kinds) - {FULL, SLIDING})
+    if odd:
+        raise UserError(
+            f"the target has {', '.join(odd)} layers, whose state cannot be cut back after a rejected draft",
+            where=f"target ({getattr(text, 'model_type', 'unknown')})",
+            fix="decoding supports full and sliding attention; recurrent layers would need snapshot and replay",
+        )
+    return [window if kind == SLIDING else None for kind in kinds]

@@ -1,0 +1,340 @@
+"""What a drafter is worth: acceptance length, losslessness and speed-up, measured by decoding.
+
+Every prompt is answered by three proposers in the same loop, dtype and thread count: the drafter, nobody (plain
+decoding with its KV cache, the baseline) and prompt look-up. Drafter and baseline take turns in going first, so that a
+machine that slows down slows both; one short answer of each beforehand takes the first-call costs.
+
+- τ: tokens emitted per target forward after the prefill, the target's own included. Pooled over all forwards, and as
+  the mean of the answers' own τ ("per response"), which other harnesses report.
+- Acceptance by slot: share of the blocks that drafted slot k in which slots 1..k all stood. Without clipping,
+  τ = 1 + the sum over slots.
+- Speed-up: ratio of the mean time per output token, prefill excluded.
+- Lossless: in float32 the drafter's answers equal the baseline's token for token. In bfloat16 a block and a single
+  token run different kernels, so near-ties of the argmax flip; then every token of the drafter's answer has to be the
+  target's argmax under teacher forcing or to lie within `Tie.tolerance` of it. Each such tie is listed.
+- An answer that loops is easy to draft: figures are also given for answers with at least 60 % distinct 4-grams.
+
+Cost: three decodings per prompt; one forward more for an answer that differs, and two more for each tie in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from draftsmith.decode.cache import DecodeCache
+from draftsmith.decode.speculative import (
+    Decoded,
+    DrafterProposer,
+    GreedyProposer,
+    PromptLookupProposer,
+    Proposer,
+    decode,
+)
+from draftsmith.errors import UserError
+
+NOT_LOOPING = 0.6
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A token of the drafter's answer that is not what the target alone would have said.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: place of the token in the answer.
+        token: what was emitted.
+        best: the target's argmax under teacher forcing; the baseline's token where the two answers part.
+        gap: by how much, in logits, `token` and `best` lie below the top (the larger of the two).
+        noise: largest difference between the target's logits from one long forward and from a one-token step there.
+        tolerance: twice the noise, and at least two units in the last place of the top logit.
+    """
+
+    prompt: int
+    position: int
+    token: int
+    best: int
+    gap: float
+    noise: float
+    tolerance: float
+
+    @property
+    def proved(self) -> bool:
+        """The gap is within what rounding does to these logits."""
+        return self.gap <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The numbers of a set of answers.
+
+    Attributes:
+        answers: how many.
+        tokens: in them, by the drafter.
+        tau: pooled; `tau_per_response`: mean of the answers' own.
+        accept_by_slot: entry k-1 belongs to slot k.
+        speedup: ratio of the mean seconds per output token, baseline over drafter.
+        seconds_per_token, baseline_seconds_per_token: these means.
+        draft_share: share of the drafter's decoding time spent on drafting.
+        tau_prompt_lookup, speedup_prompt_lookup: the same for prompt look-up.
+    """
+
+    answers: int
+    tokens: int
+    tau: float
+    tau_per_response: float
+    accept_by_slot: list[float]
+    speedup: float
+    seconds_per_token: float
+    baseline_seconds_per_token: float
+    draft_share: float
+    tau_prompt_lookup: float
+    speedup_prompt_lookup: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of `evaluate`; see the module's docstring.
+
+    Attributes:
+        figures: of all answers.
+        not_looping: of those with at least 60 % distinct 4-grams; None if there are none.
+        taus: τ of every answer; None where the first token already ended it.
+        distinct_4grams: share of distinct 4-grams of every answer.
+        lossless: None when sampled, where equality of tokens means nothing.
+        exact_answers: answers that equal the baseline's token for token.
+        ties: empty in a lossless float32 evaluation.
+        decoded, baseline, lookup: the runs themselves, by prompt.
+    """
+
+    figures: Figures
+    not_looping: Figures | None
+    taus: list[float | None]
+    distinct_4grams: list[float]
+    lossless: bool | None
+    exact_answers: int
+    ties: list[Tie]
+    setting: dict[str, Any]
+    decoded: list[Decoded] = field(repr=False)
+    baseline: list[Decoded] = field(repr=False)
+    lookup: list[Decoded] = field(repr=False)
+
+    @property
+    def tau(self) -> float:
+        return self.figures.tau
+
+    @property
+    def speedup(self) -> float:
+        return self.figures.speedup
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the token ids, as plain values."""
+        return {
+            **asdict(self.figures),
+            "tau_per_prompt": self.taus,
+            "lossless": self.lossless,
+            "exact_answers": self.exact_answers,
+            "ties": [{**asdict(tie), "proved": tie.proved} for tie in self.ties],
+            "distinct_4grams_per_prompt": self.distinct_4grams,
+            "not_looping": None if self.not_looping is None else asdict(self.not_looping),
+            "setting": self.setting,
+        }
+
+
+def evaluate(
+    drafter: Any,
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 256,
+    stop_ids: Iterable[int] | None = None,
+    block_size: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Decodes every prompt with and without `drafter`.
+
+    Args:
+        drafter: a `DraftModel` on the target's device and in its dtype.
+        target: a loaded `Target`.
+        prompts: token ids of each prompt, template applied.
+        stop_ids: none: the target's own.
+        block_size: slots at decoding; none: as trained.
+        progress: called with (prompts done, prompts).
+
+    Raises:
+        UserError: no prompts, or see `decode`.
+    """
+    if not prompts:
+        raise UserError("there are no prompts to decode", where="evaluation")
+    stops = stop_ids_of(target) if stop_ids is None else frozenset(stop_ids)
+    proposer = DrafterProposer(drafter, target.head(), block_size)
+    slots = proposer.block_size
+    lookup_proposer = PromptLookupProposer(max(2, slots))
+    plain = GreedyProposer()
+
+    def answer(prompt: Sequence[int], by: Proposer, limit: int = max_new_tokens) -> Decoded:
+        return decode(
+            target,
+            prompt,
+            by,
+            max_new_tokens=limit,
+            stop_ids=stops,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+
+    proposers: list[Proposer] = [proposer, plain, lookup_proposer]
+    for by in proposers:
+        answer(prompts[0], by, min(max_new_tokens, WARM_UP_TOKENS))
+    decoded, baseline, lookup = [], [], []
+    for index, prompt in enumerate(prompts):
+        if index % 2:
+            base, ours = answer(prompt, plain), answer(prompt, proposer)
+        else:
+            ours, base = answer(prompt, proposer), answer(prompt, plain)
+        decoded.append(ours)
+        baseline.append(base)
+        lookup.append(answer(prompt, lookup_proposer))
+        if progress is not None:
+            progress(index + 1, len(prompts))
+
+    exact = [ours.tokens == base.tokens for ours, base in zip(decoded, baseline, strict=True)]
+    ties: list[Tie] = []
+    lossless: bool | None = None
+    if temperature == 0:
+        for index, same in enumerate(exact):
+            if not same:
+                ties += find_ties(target, index, prompts[index], decoded[index].tokens, baseline[index].tokens)
+        lossless = all(exact) or (target.dtype != torch.float32 and all(tie.proved for tie in ties))
+    distinct = [distinct_share(run.tokens) for run in decoded]
+    runs = list(zip(decoded, baseline, lookup, strict=True))
+    fresh = [run for run, share in zip(runs, distinct, strict=True) if share >= NOT_LOOPING]
+    return Evaluation(
+        figures=summarise(runs, slots),
+        not_looping=summarise(fresh, slots) if fresh else None,
+        taus=[_mean(run.accepted_per_round) if run.accepted_per_round else None for run in decoded],
+        distinct_4grams=distinct,
+        lossless=lossless,
+        exact_answers=sum(exact),
+        ties=ties,
+        setting={
+            "block_size": slots,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "stop_ids": sorted(stops),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "threads": torch.get_num_threads(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        },
+        decoded=decoded,
+        baseline=baseline,
+        lookup=lookup,
+    )
+
+
+def stop_ids_of(target: Any) -> frozenset[int]:
+    """End-of-answer tokens of a target."""
+    return frozenset(target.stop_ids)
+
+
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Share of distinct 4-grams; 1 for an answer too short to hold one."""
+    grams = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def summarise(runs: Sequence[tuple[Decoded, Decoded, Decoded]], block_size: int) -> Figures:
+    """Figures of (drafter, baseline, prompt look-up) runs; those that ended at their first token have no share in τ."""
+    ours, base, lookup = ([run[column] for run in runs] for column in range(3))
+    seconds, base_seconds, lookup_seconds = (_seconds_per_token(column) for column in (ours, base, lookup))
+    return Figures(
+        answers=len(runs),
+        tokens=sum(len(run.tokens) for run in ours),
+        tau=_mean([count for run in ours for count in run.accepted_per_round]),
+        tau_per_response=_mean([_mean(run.accepted_per_round) for run in ours if run.accepted_per_round]),
+        accept_by_slot=accept_by_slot(ours, block_size),
+        speedup=_ratio(base_seconds, seconds),
+        seconds_per_token=seconds,
+        baseline_seconds_per_token=base_seconds,
+        draft_share=_ratio(sum(run.draft_seconds for run in ours), sum(run.seconds for run in ours)),
+        tau_prompt_lookup=_mean([count for run in lookup for count in run.accepted_per_round]),
+        speedup_prompt_lookup=_ratio(base_seconds, lookup_seconds),
+    )
+
+
+def accept_by_slot(runs: Sequence[Decoded], block_size: int) -> list[float]:
+    """[B-1]: of the blocks that drafted slot k, the share in which slots 1..k stood; 0 where none drafted it."""
+    drafted = [count for run in runs for count in run.drafted_per_round]
+    stood = [count for run in runs for count in run.stood_per_round]
+    return [
+        _ratio(sum(count >= slot for count in stood), sum(count >= slot for count in drafted))
+        for slot in range(1, block_size)
+    ]
+
+
+@torch.inference_mode()
+def find_ties(target: Any, index: int, prompt: Sequence[int], ours: list[int], base: list[int]) -> list[Tie]:
+    """Every place where `ours` is not the target's choice under teacher forcing, and the place where it leaves `base`.
+
+    An answer that is a mere beginning of the other one parts from it by a missing token, which no rounding explains:
+    its gap is infinite.
+    """
+    prompt = list(prompt)
+    device = torch.device(target.device)
+    ids = torch.tensor([prompt + ours], device=device)
+    cache = DecodeCache(target.model.config, 1, ids.shape[1])
+    logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=len(ours) + 1).logits[0, :-1]
+    chosen = logits.argmax(-1).tolist()
+    parting = next((place for place, (a, b) in enumerate(zip(ours, base, strict=False)) if a != b), None)
+    if parting is None:
+        return [Tie(index, min(len(ours), len(base)), -1, -1, math.inf, 0.0, 0.0)]
+    ties = []
+    for place, (token, best) in enumerate(zip(ours, chosen, strict=True)):
+        other = base[place] if place == parting else best
+        if token == best and place != parting:
+            continue
+        row = logits[place].float()
+        top = float(row.max())
+        gap = top - min(float(row[token]), float(row[other]))
+        stand = len(prompt) + place - 1
+        cache.crop_to(stand)
+        step = target.model(
+            ids[:, stand : stand + 1],
+            position_ids=torch.tensor([[stand]], device=device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0, -1]
+        noise = float((step.float() - row).abs().max())
+        # Back to the long forward's cache length; the one column rewritten holds the same token.
+        cache.show(0, ids.shape[1])
+        unit = torch.finfo(logits.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 1e-6)))
+        ties.append(Tie(index, place, token, other, gap, noise, max(2 * noise, 2 * unit)))
+    return ties
+
+
+def _seconds_per_token(runs: Sequence[Decoded]) -> float:
+    """Mean over the answers of the decoding seconds per token that decoding emitted."""
+    return _mean([run.seconds / (len(run.tokens) - 1) for run in runs if len(run.tokens) > 1])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else 0.0

@@ -1,0 +1,206 @@
+"""Configs: what is wrong is named by its key, with the nearest valid name, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from draftsmith.config import RunConfig, load_config, parse_config
+from draftsmith.errors import UserError
+
+MINIMAL: dict[str, Any] = {"target": {"path": "demo"}, "data": {"train": "chats.jsonl"}}
+TEXT = "target: {path: demo}\ndata: {train: chats.jsonl}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problem(content: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_config(content, where="run.yaml")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("run.yaml: ")
+    return message
+
+
+def test_minimal_config_and_its_published_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, TEXT))
+    assert config.data.train == ("chats.jsonl",)
+    assert (config.rows.length, config.rows.anchors, config.drafter.block_size) == (3072, 512, 16)
+    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.clip) == (6e-4, 0.04, 1.0)
+    assert config.optimizer.weight_decay == 0.0
+
+
+def test_overrides_are_read_as_yaml_and_make_missing_sections(tmp_path: Path) -> None:
+    overrides = ["drafter.taps=[1, 3]", "training.steps=20", "data.train=other.jsonl", "optimizer.lr=1.0e-3"]
+    overrides += ["pipeline.targets=[cpu, cpu]", "drafter.causal=false", "training.output="]
+    config = load_config(write(tmp_path, TEXT + "drafter:\n"), overrides)
+    assert config.drafter.taps == (1, 3)
+    assert config.training.steps == 20
+    assert config.data.train == ("other.jsonl",)
+    assert config.optimizer.lr == 1e-3
+    assert config.pipeline.targets == ("cpu", "cpu")
+    assert config.drafter.causal is False
+    assert config.training.output == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no sections"),
+        ("- a\n- b", "holds no sections"),
+        ("target: [", "run.yaml:2: not valid YAML"),
+        ("target: {path: demo}\n\tdata: x", "run.yaml:2: not valid YAML"),
+        ("target: {path: demo}\n", "key 'data' is missing"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, text + "\n"))
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml: no such config file \(draftsmith init writes one\)"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes("target: ä".encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("drafter.layers", "'drafter.layers' is not section.key=value"),
+        ("=3", "'=3' is not section.key=value"),
+        ("target.path.x=3", "'path' in 'target.path.x' is a value, not a section"),
+        ("drafter.taps=[1, 2", "the value of 'drafter.taps' is not valid YAML"),
+    ],
+)
+def test_broken_overrides(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, TEXT), [override])
+    assert str(caught.value).startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "nearest"),
+    [
+        ("drafter", "block_sizes", "block_size"),
+        ("drafter", "blocksize", "block_size"),
+        ("rows", "anchor", "anchors"),
+        ("optimizer", "learning_rat", None),
+        ("training", "row_per_update", "rows_per_update"),
+        ("data", "trainn", "train"),
+        ("target", "paths", "path"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str | None) -> None:
+    message = problem({**MINIMAL, section: {**MINIMAL.get(section, {}), key: 1}})
+    assert f"unknown key '{section}.{key}'" in message
+    if nearest is None:
+        assert "valid: betas, clip" in message
+    else:
+        assert f"did you mean '{nearest}'?" in message
+
+
+def test_an_unknown_section_names_the_nearest() -> None:
+    assert "unknown key 'draft' (did you mean 'drafter'?)" in problem({**MINIMAL, "draft": {}})
+
+
+def test_every_wrong_key_is_counted() -> None:
+    message = problem({**MINIMAL, "rows": {"lenght": 3, "length": "long", "anchors": 0}})
+    assert "and 2 more" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("drafter", {"layers": "five"}, "drafter.layers: Input should be a valid integer"),
+        ("drafter", {"layers": 2.5}, "drafter.layers: Input should be a valid integer"),
+        ("drafter", {"block_size": 129}, "drafter.block_size: Input should be less than or equal to 128"),
+        ("drafter", {"block_size": 1}, "drafter.block_size: Input should be greater than or equal to 2"),
+        ("drafter", {"mask_token_id": -1}, "drafter.mask_token_id: Input should be greater than or equal to 0"),
+        ("drafter", {"attention": "sdpa"}, "drafter.attention: Input should be 'auto', 'flex' or 'dense'"),
+        ("drafter", {"taps": [1, 3, 1]}, "taps [1, 3, 1] names a layer twice"),
+        (
+            "drafter",
+            {"layers": 2, "layer_types": ["full_attention"]},
+            "layer_types names 1 layers, drafter.layers is 2",
+        ),
+        ("drafter", {"layers": 1, "layer_types": ["sliding_attention"]}, "so sliding_window must be set"),
+        ("drafter", {"sliding_window": 64}, "no entry of layer_types is sliding_attention"),
+        ("rows", {"length": 8}, "rows.length: Input should be greater than or equal to 16"),
+        ("rows", {"anchors": 0}, "rows.anchors: Input should be greater than or equal to 1"),
+        ("rows", 7, "rows: Input should be a valid dictionary"),
+        (
+            "data",
+            {"train": "a", "held_out_share": 0.9},
+            "data.held_out_share: Input should be less than or equal to 0.5",
+        ),
+        ("data", {"train": {"a": 1}}, "data.train"),
+        ("optimizer", {"lr": 0}, "optimizer.lr: Input should be greater than 0"),
+        ("optimizer", {"name": "sgd"}, "optimizer.name: Input should be 'adamw' or 'muon'"),
+        ("pipeline", {"targets": []}, "pipeline.targets: Tuple should have at least 1 item"),
+        ("objective", {"labels": "logits"}, "objective.labels: Input should be 'data', 'kl' or 'tv'"),
+    ],
+)
+def test_wrong_values_name_their_key(section: str, values: Any, message: str) -> None:
+    assert message in problem({**MINIMAL, section: values})
+
+
+def test_more_drafters_than_rows_per_update() -> None:
+    content = {**MINIMAL, "pipeline": {"drafters": ["cpu"] * 3}, "training": {"rows_per_update": 2}}
+    message = problem(content)
+    assert "pipeline.drafters has 3 devices but training.rows_per_update is 2" in message
+    assert "multiple of 3" in message
+    content["training"] = {"rows_per_update": 3}
+    assert len(parse_config(content).pipeline.drafters) == 3
+
+
+def test_a_chunk_must_hold_a_block() -> None:
+    content = {**MINIMAL, "objective": {"chunk": 14}}
+    assert "objective.chunk 14 cannot hold the 15 taught slots of a block" in problem(content)
+    parse_config({**MINIMAL, "objective": {"chunk": 15}})
+
+
+def test_unknown_variant() -> None:
+    assert "drafter.variant 'eagle' is unknown (valid: 'dflash')" in problem(
+        {**MINIMAL, "drafter": {"variant": "eagle"}}
+    )
+
+
+def test_a_config_is_frozen() -> None:
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValidationError):
+        config.drafter.layers = 3  # type: ignore[misc]
+
+
+def test_the_fingerprint_is_of_what_is_learned() -> None:
+    def fingerprint(**sections: Any) -> str:
+        return parse_config({**MINIMAL, **sections}).fingerprint()
+
+    assert fingerprint() == fingerprint(training={"output": "elsewhere"})
+    assert fingerprint() == fingerprint(drafter={"layers": 5})
+    assert fingerprint() != fingerprint(drafter={"layers": 4})
+    assert fingerprint() != fingerprint(training={"seed": 1})
+
+
+def test_a_config_survives_json() -> None:
+    config = parse_config({**MINIMAL, "drafter": {"taps": [1, 3]}})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_user_errors_are_one_line() -> None:
+    error = UserError("what\n  happened", where="a.yaml", fix="do\nthat")
+    assert str(error) == "a.yaml: what happened (do that)"
+    assert str(UserError("bare")) == "bare"
