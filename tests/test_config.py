@@ -51,6 +51,23 @@ def test_overrides_are_read_as_yaml_and_make_missing_sections(tmp_path: Path) ->
     assert config.training.output == ""
 
 
+def test_on_and_off_are_words_although_yaml_reads_booleans(tmp_path: Path) -> None:
+    file = write(tmp_path, TEXT + "compile: {enabled: off, evidence: off}\ntraining: {tensorboard: off}\n")
+    config = load_config(file)
+    assert (config.compile.enabled, config.compile.evidence) == ("off", "off")
+    assert config.training.tensorboard is False
+    config = load_config(file, ["compile.enabled=on", "compile.evidence=warn", "training.tensorboard=on"])
+    assert (config.compile.enabled, config.compile.evidence) == ("on", "warn")
+    assert config.training.tensorboard is True
+    assert load_config(file, ["compile.evidence=off", "compile.enabled=auto"]).compile.evidence == "off"
+
+
+def test_a_word_that_the_field_does_not_know_stays_wrong(tmp_path: Path) -> None:
+    for override in ("compile.evidence=on", "compile.on_recompile=off", "drafter.attention=off"):
+        with pytest.raises(UserError, match=override.split("=")[0]):
+            load_config(write(tmp_path, TEXT), [override])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

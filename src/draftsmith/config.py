@@ -14,10 +14,10 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from draftsmith.errors import UserError
 
@@ -28,6 +28,16 @@ class Section(BaseModel):
     """Base of every section: frozen, typed, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switch_words(cls, value: object, info: ValidationInfo) -> object:
+        """YAML 1.1 reads a bare `on` or `off` as a boolean: where the field knows the word, it was meant."""
+        if isinstance(value, bool) and info.field_name is not None:
+            word = "on" if value else "off"
+            if word in get_args(cls.model_fields[info.field_name].annotation):
+                return word
+        return value
 
 
 class TargetConfig(Section):
@@ -193,7 +203,8 @@ class RunConfig(Section):
             )
         if self.objective.chunk < self.drafter.block_size - 1:
             raise ValueError(
-                f"objective.chunk {self.objective.chunk} cannot hold the {self.drafter.block_size - 1} taught slots of a block"
+                f"objective.chunk {self.objective.chunk} cannot hold the {self.drafter.block_size - 1} taught slots "
+                "of a block"
             )
         if self.drafter.variant != "dflash":
             raise ValueError(f"drafter.variant {self.drafter.variant!r} is unknown (valid: 'dflash')")

@@ -7,27 +7,51 @@ that a new torch version costs evidence or comfort, never correctness.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+# What torch says (from 2.13 on) where fullgraph=True was asked for and Dynamo is switched off.
+NO_FRAMES = "found no compiled frames"
 # A stance violation is a plain RuntimeError in every version so far; this part of its text is what names it.
 STANCE_VIOLATION = "fail_on_recompile"
 
 
-def inherit(key: str, value: object) -> None:
-    """Store `value` in torch's own thread-local state, which `.backward()` hands on to the autograd thread."""
-    torch._C._stash_obj_in_tls(key, value)
+PLACES = 256  # numbers below this are made once by CPython and never freed
+NO_PLACE = -1
 
 
-def inherited(key: str) -> Any:
-    """What this thread, or the thread whose backward this one runs, stored under `key`; None if nothing."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+def inherit(key: str, place: int) -> None:
+    """Store a small number in torch's own thread-local state, which `.backward()` hands on to the autograd thread.
+
+    A number and not an object: torch 2.11 gives back more references than it takes, so an object is freed while it is
+    still stored (seen there as a segmentation fault at the next look; torch 2.13 counts right).
+    """
+    assert NO_PLACE <= place < PLACES, place
+    _keep(place)
+    torch._C._stash_obj_in_tls(key, place)
+
+
+def inherited(key: str) -> int:
+    """What this thread, or the thread whose backward this one runs, stored under `key`; NO_PLACE if nothing."""
+    if not torch._C._is_key_in_tls(key):
+        return NO_PLACE
+    place: int = torch._C._get_obj_in_tls(key)
+    _keep(place)
+    return place
+
+
+def _keep(place: int) -> None:
+    """Outweigh the reference that torch may drop: before Python 3.12 even small numbers count theirs. One too many is
+    harmless for what is never freed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(place))
 
 
 def in_backward() -> bool:
@@ -45,6 +69,9 @@ def backward_with_forward() -> contextlib.AbstractContextManager[object]:
     if hasattr(config, "force_non_lazy_backward_lowering"):
         return config.patch(force_non_lazy_backward_lowering=True)
     return contextlib.nullcontext()
+
+
+_listening = threading.Lock()
 
 
 class CompileListener:
@@ -68,7 +95,9 @@ class CompileListener:
         """Register with Dynamo unless registered already."""
         from torch._dynamo.callback import callback_handler
 
-        if self._start not in callback_handler.start_callbacks:
+        with _listening:
+            if self._start in callback_handler.start_callbacks:
+                return
             callback_handler.register_start_callback(self._start)
             callback_handler.register_end_callback(self._end)
 
@@ -104,39 +133,44 @@ def listen_to_graphs(listener: GraphListener) -> None:
     A graph that is compiled is looked up first, so the look-ups of a compile are its graphs in the order of compiling.
     Wraps `FxGraphCache.load_with_key`; where that is gone, nothing is heard and ledgers show no keys.
     """
-    global _plain_lookup
-    if listener not in _graph_listeners:
-        _graph_listeners.append(listener)
-    if _plain_lookup is not None:
-        return
     from torch._inductor.codecache import FxGraphCache
 
-    plain = getattr(FxGraphCache, "load_with_key", None)
+    with _listening:
+        if listener not in _graph_listeners:
+            _graph_listeners.append(listener)
+        if _plain_lookup is None:
+            _wrap_lookup(FxGraphCache)
+
+
+def _wrap_lookup(cache: Any) -> None:
+    global _plain_lookup
+    plain = getattr(cache, "load_with_key", None)
     if plain is None:
         return
     parameters = inspect.signature(plain)
 
     def look_up(*args: Any, **kwargs: Any) -> Any:
-        graph, info = result = plain(*args, **kwargs)
+        result = plain(*args, **kwargs)
         given = parameters.bind(*args, **kwargs).arguments
         for each in tuple(_graph_listeners):
-            each(given["key"], bool(given.get("is_backward")), graph is not None, current_compile_id())
+            each(given["key"], bool(given.get("is_backward")), result[0] is not None, current_compile_id())
         return result
 
     _plain_lookup = plain
-    FxGraphCache.load_with_key = look_up  # type: ignore[method-assign, assignment]
+    cache.load_with_key = staticmethod(look_up)
 
 
 def stop_listening_to_graphs(listener: GraphListener) -> None:
     """Take a listener back; the last one restores torch's own function."""
     global _plain_lookup
-    if listener in _graph_listeners:
-        _graph_listeners.remove(listener)
-    if not _graph_listeners and _plain_lookup is not None:
-        from torch._inductor.codecache import FxGraphCache
+    with _listening:
+        if listener in _graph_listeners:
+            _graph_listeners.remove(listener)
+        if not _graph_listeners and _plain_lookup is not None:
+            from torch._inductor.codecache import FxGraphCache
 
-        FxGraphCache.load_with_key = staticmethod(_plain_lookup)  # type: ignore[method-assign]
-        _plain_lookup = None
+            FxGraphCache.load_with_key = staticmethod(_plain_lookup)  # type: ignore[method-assign]
+            _plain_lookup = None
 
 
 def current_compile_id() -> str:
@@ -176,16 +210,30 @@ def compile_metrics(compile_id: str) -> dict[str, Any]:
     return {}
 
 
-def dropped_callbacks() -> bool:
-    """Whether a compile would be reported to nobody: Dynamo disabled as a whole, by configuration or environment."""
+def why_nothing_compiles() -> str:
+    """What keeps torch.compile from compiling in this process, in words."""
     import torch._dynamo.config as config
 
-    return bool(config.disable) or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1 is set"
+    if config.disable:
+        return "torch._dynamo.config.disable is set"
+    if stance() == "force_eager":
+        return "the stance is force_eager"
+    return "it had been compiled before, or compiling is switched off by something unknown"
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 COMPILED_GRAPH = re.compile(r"## Call CompiledFxGraph (\w+) ##")
+
+
+def prepare_profiler(cuda: bool) -> None:
+    """Let the profiler's library set itself up in this thread (the main one, as it asks), and keep it quiet."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    profiler = profiler_of_all_threads(cuda)
+    profiler.start()
+    profiler.stop()
 
 
 def profiler_of_all_threads(cuda: bool) -> torch.profiler.profile:
@@ -194,7 +242,10 @@ def profiler_of_all_threads(cuda: bool) -> torch.profiler.profile:
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return torch.profiler.profile(activities=activities, record_shapes=True, experimental_config=config)
+    # acc_events: there is one cycle, so nothing accumulates; without it torch up to 2.11 warns at every first start.
+    return torch.profiler.profile(
+        activities=activities, record_shapes=True, acc_events=True, experimental_config=config
+    )
 
 
 def stance() -> str:

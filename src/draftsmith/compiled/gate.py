@@ -5,11 +5,12 @@ is global to the process), and on one CUDA device two first uses with a backward
 for the device's autograd thread, which waits for the compile lock). So a first use excludes everything compiled, from
 its forward until its backward has returned.
 
-How: a reader-writer lock with writer preference whose unit is a *hold*, not a thread. A hold is stored in torch's own
-thread-local state, which `.backward()` carries into the autograd thread: what runs there (checkpoint recompute) is
-inside the hold of the thread that called `.backward()`, and never waits at the gate.
+How: a reader-writer lock with writer preference whose unit is a *hold*, not a thread. The number of a hold's place is
+stored in torch's own thread-local state, which `.backward()` carries into the autograd thread: what runs there
+(checkpoint recompute) is inside the hold of the thread that called `.backward()`, and never waits at the gate.
 
-Cost: an ordinary call under a sealed gate is one attribute test; unsealed, a lock taken and given back twice.
+Cost: an ordinary call under a sealed gate is one attribute test; unsealed, a lock taken and given back twice
+(`python -m draftsmith.compiled.bench` prints both).
 
 Two forms:
 
@@ -27,7 +28,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -59,10 +60,20 @@ class CompiledTooLate(RuntimeError):
         super().__init__("; ".join(parts))
 
 
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a compile, as Inductor's cache was asked for it. `seconds` is Inductor's own time; None on a hit."""
+
+    key: str
+    direction: str
+    hit: bool
+    seconds: float | None = None
+
+
 @dataclass
 class Compile:
     """One compile that the gate saw. Seconds are wall-clock; `alone` says that it ran under an exclusive hold;
-    `reason` names the guards that failed, empty for a first compile."""
+    `reason` names the guards that failed, empty for a first compile; `late` says that the gate was sealed."""
 
     compile_id: str
     direction: str
@@ -70,17 +81,19 @@ class Compile:
     thread: str
     alone: bool
     reason: str = ""
+    late: bool = False
     seconds: float | None = None
+    graphs: list[Graph] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter, repr=False)
 
 
 class _Hold:
-    """One bracket around compiled work: shared or exclusive. Inactive once left, so that stale copies mean nothing."""
+    """One bracket around compiled work: shared or exclusive; `place` is where other threads' backwards find it."""
 
-    __slots__ = ("active", "exclusive")
+    __slots__ = ("exclusive", "place")
 
     def __init__(self, exclusive: bool) -> None:
-        self.active, self.exclusive = True, exclusive
+        self.exclusive, self.place = exclusive, _torch.NO_PLACE
 
 
 class Gate:
@@ -88,11 +101,18 @@ class Gate:
 
     def __init__(self) -> None:
         self.compiles: list[Compile] = []
-        self.open = False  # sealed with "error": regions go straight through
+        self.open = False  # sealed with "error": nothing may compile, so nobody needs to wait
+        self.straight = False  # open, and nobody watches: regions call the compiled function and do nothing else
+        self.watched = False  # a profiler runs: regions mark their calls in its trace
         self._sealed: OnRecompile | None = None
         self._key = f"draftsmith.gate.{next(_numbers)}"
-        self._changed = threading.Condition(threading.Lock())
+        self._handed: list[_Hold | None] = [None] * _torch.PLACES  # holds by place, for the autograd thread
+        self._free = list(range(_torch.PLACES))  # places; popping and appending are atomic
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._here = threading.local()  # .hold: of this thread; torch's copy is for threads that run its backward
         self._sharing, self._waiting, self._alone = 0, 0, False
+        self._graphs_before = 0
         self._listener = _torch.CompileListener(self._compile_starts, self._compile_ends)
 
     # -- holds -------------------------------------------------------------------------------------------------------
@@ -111,10 +131,15 @@ class Gate:
             return
         if _torch.in_backward():
             raise GateError("a first use inside a backward that began outside the gate: put both in `with gate.step()`")
-        self._listener.listen()
+        self._listen()
         hold = _Hold(exclusive=True)
         self._acquire_alone()
-        yield from self._inside(hold)
+        self._here.hold = hold
+        self._hand_on(hold)
+        try:
+            yield
+        finally:
+            self.leave(hold)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -122,16 +147,57 @@ class Gate:
 
         Never wait for another worker (a queue, a barrier) inside: a thread that wants to compile waits for this end.
         """
-        if self.open or self._hold() is not None:
+        hold = self.share()
+        try:
             yield
-            return
+        finally:
+            if hold is not None:
+                self.leave(hold)
+
+    def share(self, backward: bool = True) -> _Hold | None:
+        """`step` by hand, for calls that must cost little: what it returns goes to `leave`, unless it is None.
+
+        Without `backward` the hold is not handed on to the autograd thread: for a single call that goes no backward.
+        """
+        if self.open or self._hold() is not None:
+            return None
         if _torch.in_backward():
             raise GateError("a step inside a backward that began outside the gate")
-        with self._changed:
+        with self._lock:
             while self._alone or self._waiting:
                 self._changed.wait()
             self._sharing += 1
-        yield from self._inside(_Hold(exclusive=False))
+        hold = _Hold(exclusive=False)
+        self._here.hold = hold
+        if backward:
+            self._hand_on(hold)
+        return hold
+
+    def _hand_on(self, hold: _Hold) -> None:
+        """Lets what the autograd thread runs for this thread find the hold, until it is left."""
+        if not self._free:
+            self.leave(hold)
+            raise GateError(f"more than {_torch.PLACES} threads inside the gate at once")
+        hold.place = self._free.pop()
+        self._handed[hold.place] = hold
+        _torch.inherit(self._key, hold.place)
+
+    def leave(self, hold: _Hold) -> None:
+        """End a hold, in the thread that began it."""
+        self._here.hold = None
+        if hold.place != _torch.NO_PLACE:
+            # This thread must forget the place before another's hold may have it.
+            _torch.inherit(self._key, _torch.NO_PLACE)
+            self._handed[hold.place] = None
+            self._free.append(hold.place)
+        with self._lock:
+            if hold.exclusive:
+                self._alone = False
+                self._changed.notify_all()
+            else:
+                self._sharing -= 1
+                if self._waiting:  # nobody else waits for a share to end
+                    self._changed.notify_all()
 
     @property
     def held(self) -> bool:
@@ -139,22 +205,13 @@ class Gate:
         return self._hold() is not None
 
     def _hold(self) -> _Hold | None:
-        hold: _Hold | None = _torch.inherited(self._key)
-        return hold if hold is not None and hold.active else None
-
-    def _inside(self, hold: _Hold) -> Iterator[None]:
-        _torch.inherit(self._key, hold)
-        try:
-            yield
-        finally:
-            hold.active = False
-            _torch.inherit(self._key, None)
-            with self._changed:
-                if hold.exclusive:
-                    self._alone = False
-                else:
-                    self._sharing -= 1
-                self._changed.notify_all()
+        hold: _Hold | None = getattr(self._here, "hold", None)
+        if hold is not None:
+            return hold
+        if not _torch.in_backward():
+            return None
+        place = _torch.inherited(self._key)
+        return None if place == _torch.NO_PLACE else self._handed[place]
 
     def _acquire_alone(self) -> None:
         with self._changed:
@@ -165,9 +222,11 @@ class Gate:
         try:
             while self._alone or self._sharing:
                 self._changed.wait()
+            self._alone = True
         finally:
             self._waiting -= 1
-        self._alone = True
+            if not self._alone:  # interrupted: those who let this thread go first must look again
+                self._changed.notify_all()
 
     def _upgrade(self, hold: _Hold) -> None:
         """Shared to exclusive. The share is given up first, so two upgrades at once wait in line instead of for ever:
@@ -177,12 +236,15 @@ class Gate:
             raise GateError(
                 "a first use inside a backward: warm it up under `with gate.exclusive()`, backward included"
             )
-        self._listener.listen()
+        self._listen()
         with self._changed:
             self._sharing -= 1
             self._changed.notify_all()
-            self._wait_alone()
-            hold.exclusive = True
+            try:
+                self._wait_alone()
+                hold.exclusive = True
+            finally:
+                self._sharing += not hold.exclusive  # interrupted: it is a share again, and ends as one
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -196,21 +258,32 @@ class Gate:
         untouched. "warn": a later first use still runs alone, and warns with region and guard."""
         assert on_recompile in ("error", "warn"), on_recompile
         assert not self.held, "sealing inside a hold"
-        self._listener.listen()
+        self._listen()
         self._sealed = on_recompile
         self.open = on_recompile == "error"
+        self.watch(self.watched)
         torch.compiler.set_stance("fail_on_recompile" if self.open else "default")
 
     def unseal(self) -> None:
         """Allow compiling again (a new phase with a warm-up of its own, or the end of the run)."""
         if self.open:
             torch.compiler.set_stance("default")
-        self._sealed, self.open = None, False
+        self._sealed, self.open, self.straight = None, False, False
+
+    def watch(self, watched: bool) -> None:
+        """While watched, regions mark their calls for the profiler; evidence switches this on for one step."""
+        self.watched = watched
+        self.straight = self.open and not watched
 
     def close(self) -> None:
         """Unseal and stop listening."""
         self.unseal()
         self._listener.close()
+        _torch.stop_listening_to_graphs(self._graph_looked_up)
+
+    def _listen(self) -> None:
+        self._listener.listen()
+        _torch.listen_to_graphs(self._graph_looked_up)
 
     # -- what torch reports ------------------------------------------------------------------------------------------
 
@@ -224,24 +297,30 @@ class Gate:
         hold = self._hold()
         alone = hold is not None and hold.exclusive
         reason = _torch.recompile_reason() if direction == "forward" else ""
-        self.compiles.append(Compile(compile_id, direction, region, threading.current_thread().name, alone, reason))
+        name = threading.current_thread().name
+        self._graphs_before = len(_torch.inductor_seconds())
+        self.compiles.append(Compile(compile_id, direction, region, name, alone, reason, late=self.sealed))
         if self._sealed == "warn":
             text = f"{region or 'a function outside any region'} compiles ({direction}) after the warm-up"
             warnings.warn(f"{text}: {reason or 'it was never warmed up'}", stacklevel=2)
+
+    def _graph_looked_up(self, key: str, is_backward: bool, hit: bool, compile_id: str) -> None:
+        running = next((c for c in reversed(self.compiles) if c.compile_id == compile_id and c.seconds is None), None)
+        if running is not None:
+            running.graphs.append(Graph(key, "backward" if is_backward else "forward", hit))
 
     def _compile_ends(self, direction: str, compile_id: str) -> None:
         for seen in reversed(self.compiles):
             if (seen.compile_id, seen.direction) == (compile_id, direction) and seen.seconds is None:
                 seen.seconds = time.perf_counter() - seen.began
+                # Alone in its hold, so what Inductor has compiled meanwhile are this compile's misses, in order.
+                times = iter(_torch.inductor_seconds()[self._graphs_before :])
+                seen.graphs[:] = [g if g.hit else replace(g, seconds=next(times, None)) for g in seen.graphs]
                 break
 
 
-@contextlib.contextmanager
-def calling(region: str) -> Iterator[None]:
-    """Name the region that compiles started from this thread belong to."""
-    before = getattr(_calling, "region", "")
+def calling(region: str) -> str:
+    """Name the region that compiles started from this thread belong to; returns the one before, to be put back."""
+    before: str = getattr(_calling, "region", "")
     _calling.region = region
-    try:
-        yield
-    finally:
-        _calling.region = before
+    return before

@@ -5,13 +5,15 @@ limit and its memory of changing shapes per code object, so regions made from on
 neither share a limit nor make each other's shapes dynamic; on disk they still hit the same cache entries.
 
 Cost of a call: sealed gate, one attribute test; otherwise the signature of the arguments (about 1 µs a tensor) and the
-gate's lock.
+gate's lock. A function or bound method is copied with a code object of its own; any other callable (an `nn.Module`,
+whose
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,8 @@ class Region:
         enabled: False runs `function` as it is: the named, visible way to run eager.
         fullgraph: one graph or an error; False allows graph breaks, which the ledger then counts.
         dynamic: passed to `torch.compile`; static shapes unless asked otherwise.
+        device: where it runs, as ledger and evidence name it; None where it does not matter.
+        why_eager: what the ledger says of a region that is not enabled.
         compile_options: further arguments for `torch.compile` (backend, mode, options, recompile_limit, ...).
 
     Raises, when called: CompiledTooLate after `gate.seal()`; GateError where waiting at the gate could hang.
@@ -57,19 +61,39 @@ class Region:
         enabled: bool = True,
         fullgraph: bool = True,
         dynamic: bool | None = False,
+        device: torch.device | str | None = None,
+        why_eager: str = "not enabled",
         **compile_options: Any,
     ) -> None:
         self.name, self.function, self.gate, self.enabled = name, function, gate, enabled
+        self.device = "" if device is None else str(device)
+        self.why_eager = why_eager
+        self.fullgraph = fullgraph
         self.first_uses: list[FirstUse] = []
         self._seen: set[tuple[Any, ...]] = set()
-        self._compiled = torch.compile(
-            _own_code(function, name), fullgraph=fullgraph, dynamic=dynamic, **compile_options
-        )
+        self._compiled = function
+        if enabled:
+            own = _own_code(function, name)
+            self._compiled = torch.compile(own, fullgraph=fullgraph, dynamic=dynamic, **compile_options)
 
     def __repr__(self) -> str:
         return f"Region({self.name!r}, enabled={self.enabled}, first_uses={len(self.first_uses)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gate = self.gate
+        if gate.straight:
+            try:
+                return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if _torch.STANCE_VIOLATION not in str(error):
+                    raise
+                raise self._too_late(error, args, kwargs) from error
+        if gate.watched:
+            with torch.profiler.record_function(mark(self.name)):
+                return self._gated(args, kwargs)
+        return self._gated(args, kwargs)
+
+    def _gated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled:
             return self.function(*args, **kwargs)
         if self.gate.open:
@@ -78,18 +102,29 @@ class Region:
             except RuntimeError as error:
                 if _torch.STANCE_VIOLATION not in str(error):
                     raise
-                raise CompiledTooLate(self.name, "forward", _reason(str(error)), describe(args, kwargs)) from error
+                raise self._too_late(error, args, kwargs) from error
         key = signature(args, kwargs)
         if key in self._seen:
-            with self.gate.step(), calling(self.name):
+            before, hold = calling(self.name), self.gate.share(backward=False)
+            try:
                 return self._compiled(*args, **kwargs)
+            finally:
+                calling(before)
+                if hold is not None:
+                    self.gate.leave(hold)
         return self._first_use(key, args, kwargs)
 
+    def _too_late(self, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledTooLate:
+        return CompiledTooLate(self.name, "forward", _reason(str(error)), describe(args, kwargs))
+
     def _first_use(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.gate.exclusive(), calling(self.name), _torch.backward_with_forward():
+        with self.gate.exclusive(), _torch.backward_with_forward():
             # Another thread may have been first while this one waited; then this is an ordinary call, only alone.
-            began = time.perf_counter()
-            result = self._compiled(*args, **kwargs)
+            began, before = time.perf_counter(), calling(self.name)
+            try:
+                result = self._compiled(*args, **kwargs)
+            finally:
+                calling(before)
             if key not in self._seen:
                 seconds, thread = time.perf_counter() - began, threading.current_thread().name
                 self.first_uses.append(FirstUse(self.name, key, describe(args, kwargs), thread, seconds))
@@ -97,13 +132,29 @@ class Region:
         return result
 
 
+def mark(region: str) -> str:
+    """How a region's call is called in a profiler's trace while the gate is watched."""
+    return f"compiled region: {region}"
+
+
 def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    if isinstance(function, types.FunctionType):
+        own = types.FunctionType(
+            function.__code__.replace(co_name=name),
+            function.__globals__,
+            name,
+            function.__defaults__,
+            function.__closure__,
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        return own
+    if isinstance(function, types.MethodType) and isinstance(function.__func__, types.FunctionType):
+        return types.MethodType(_own_code(function.__func__, name), function.__self__)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=name)
-    call.__name__ = name
-    return call
+    return _own_code(call, name)
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -112,8 +163,15 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     Tensors inside an object that is neither a container nor plain (a BlockMask) are not looked into: it counts by its
     type and `shape`. Dynamo's guards stay the judge; a compile that this misses is reported by the gate.
     """
-    mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled())
-    return (mode, *map(_leaf, args), *((k, _leaf(v)) for k, v in kwargs.items()))
+    key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()]
+    for value in args:  # the common case without a call
+        if type(value) is torch.Tensor:
+            key.append((value.shape, value.dtype, value.device, value.requires_grad))
+        else:
+            key.append(_leaf(value))
+    if kwargs:
+        key += [(name, _leaf(value)) for name, value in kwargs.items()]
+    return tuple(key)
 
 
 def _leaf(value: Any) -> Any:

@@ -368,7 +368,7 @@ def _said(answer: Answer, turn: UserTurn, stops: frozenset[int], tokenizer: Any)
 
 def _usable_prompts(path: Path, listener: Listener | None) -> list[Prompt]:
     records = sorted(
-        (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()),
+        (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()),
         key=lambda record: record["prompt_index"],
     )
     texts: dict[str, int] = {}

@@ -20,6 +20,7 @@ from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
+from draftsmith.observe.run_folder import next_free
 from draftsmith.pipeline.jobs import JobSequence
 from draftsmith.pipeline.memory import DeviceMemory, estimate_memory
 from draftsmith.pipeline.topology import Topology, resolve_topology
@@ -191,7 +192,8 @@ def _attention(config: RunConfig, spec: DrafterSpec, on_cuda: bool, notices: lis
     if attention == "auto":
         attention = "flex" if on_cuda else "dense"
         if not on_cuda:
-            notices.append("dense attention, eager: flex_attention has no backward on CPU")
+            eager = "" if config.compile.enabled == "on" else ", eager"
+            notices.append(f"dense attention{eager}: flex_attention has no backward on CPU")
     elif attention == "dense" and on_cuda:
         notices.append("dense attention on CUDA, as configured: slow, and memory grows with Q x S")
     if attention == "flex":
@@ -211,7 +213,7 @@ def _attention(config: RunConfig, spec: DrafterSpec, on_cuda: bool, notices: lis
             raise UserError(
                 "flex attention without compiling computes all scores", where="compile.enabled", fix="set it to on"
             )
-    return attention, attention == "flex"
+    return attention, attention == "flex" or config.compile.enabled == "on"
 
 
 def _sequence(config: RunConfig, corpus: Corpus, overfit: bool, notices: list[str]) -> JobSequence:
@@ -242,7 +244,11 @@ def _names(devices: tuple[torch.device, ...]) -> str:
 
 
 def overfit_config(config: RunConfig) -> RunConfig:
-    """The same run on one row: no warm-up or decay of the learning rate, one evaluation-free row."""
+    """The same run on one row, in a folder of its own: no warm-up or decay of the learning rate."""
+    output = str(next_free(f"{config.training.output}-overfit"))
     return config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"schedule": "constant", "warmup": 0.0})}
+        update={
+            "optimizer": config.optimizer.model_copy(update={"schedule": "constant", "warmup": 0.0}),
+            "training": config.training.model_copy(update={"output": output}),
+        }
     )

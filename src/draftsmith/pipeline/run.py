@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,26 @@ from typing import Any
 import torch
 
 from draftsmith.blocks import DraftBatch, Row, make_draft_batch
-from draftsmith.compiled.gate import Gate
-from draftsmith.compiled.region import Region
+from draftsmith.compiled import Gate, cache
 from draftsmith.config import RunConfig
 from draftsmith.drafter import load_drafter
 from draftsmith.drafter.model import DraftModel, initialise
 from draftsmith.errors import UserError
 from draftsmith.objective import HeadTerms, Objective, decay_weights
-from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.observe.events import Event, EventLog
-from draftsmith.observe.run_folder import open_run_folder
+from draftsmith.observe.run_folder import check_run_folder, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
+from draftsmith.pipeline.compiling import Compiling, cache_folder, make_regions
+from draftsmith.pipeline.environment import environment_record
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import Plan, make_plan, overfit_config
 from draftsmith.pipeline.progress import OVERFIT_LOSS, Progress
 from draftsmith.pipeline.sync import Exchange
+from draftsmith.pipeline.topology import Topology
 from draftsmith.pipeline.workers import DrafterWorker, Featured, PrefetchWorker, Prepared, TargetWorker, Worker
-from draftsmith.target.forward import Features, Target
+from draftsmith.target.forward import Target
+from draftsmith.target.head import TargetHead
 from draftsmith.target.load import load_target
 from draftsmith.training.checkpoint import (
     Checkpoint,
@@ -110,13 +113,16 @@ def train(
     """
     if overfit:
         config = overfit_config(config)
+    # Everything that can be wrong is found before the folder is touched.
+    check_run_folder(config, resume=resume)
+    plan = make_plan(config, overfit=overfit)
     with open_run_folder(config, resume=resume) as folder:
         listeners = [listener] if listener else []
         if config.training.tensorboard:
             listeners.append(TensorBoard(folder.tensorboard))
         with EventLog(folder.events, listeners) as log:
             try:
-                return _train(config, folder.path, log, resume, max_minutes, overfit)
+                return _train(plan, folder.path, log, resume, max_minutes, overfit)
             except BaseException as error:
                 log.write("error", text=str(error) or type(error).__name__)
                 log.write("end", reason="failed", step=None)
@@ -124,11 +130,12 @@ def train(
 
 
 def _train(
-    config: RunConfig, folder: Path, log: EventLog, resume: bool, max_minutes: float | None, overfit: bool
+    plan: Plan, folder: Path, log: EventLog, resume: bool, max_minutes: float | None, overfit: bool
 ) -> TrainResult:
-    plan = make_plan(config, overfit=overfit)
     checkpoint = _checkpoint_to_resume(folder, plan) if resume else None
     facts = plan.to_json()
+    record = json.dumps(environment_record(), indent=1, default=str) + "\n"
+    (folder / "environment.json").write_text(record, encoding="utf-8")
     (folder / "resolved.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
     log.write("plan", lines=plan.lines())
     if plan.corpus.report.incidents:
@@ -136,9 +143,41 @@ def _train(
     for notice in plan.notices:
         log.write("notice", text=notice)
 
+    with _cpu_threads(plan.topology, log):
+        return _load_and_run(plan, folder, log, checkpoint, max_minutes, overfit)
+
+
+@contextmanager
+def _cpu_threads(topology: Topology, log: EventLog) -> Iterator[None]:
+    """Shares the cores among the workers that compute on the CPU.
+
+    Each worker brings a team of torch's threads; teams that together outnumber the cores spend their time waiting for
+    each other (ten times slower, measured on two cores).
+    """
+    workers = [device.type for device in (*topology.targets, *topology.drafters)].count("cpu")
+    before = torch.get_num_threads()
+    if workers:
+        torch.set_num_threads(topology.cpu_threads)
+        log.write("notice", text=f"{torch.get_num_threads()} CPU threads for each of {workers} workers on the CPU")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _load_and_run(
+    plan: Plan,
+    folder: Path,
+    log: EventLog,
+    checkpoint: Checkpoint | None,
+    max_minutes: float | None,
+    overfit: bool,
+) -> TrainResult:
     began = time.monotonic()
     targets = load_targets(plan)
     log.write("notice", text=f"target loaded in {time.monotonic() - began:.1f} s ({targets[0].packing_reason})")
+    if plan.compiled:
+        cache.use(cache_folder(plan))
     gate = Gate()
     try:
         return _run(plan, folder, log, gate, targets, checkpoint, max_minutes, overfit)
@@ -158,7 +197,7 @@ def _run(
 ) -> TrainResult:
     config, sequence = plan.config, plan.sequence
     first_update = checkpoint.step if checkpoint else 0
-    replicas = _make_replicas(plan, targets[0], gate, checkpoint)
+    replicas = make_replicas(plan, targets[0].head(), gate, checkpoint)
     updates = make_updates([replica.model for replica in replicas], config.optimizer)
     if checkpoint:
         for update in updates:
@@ -252,20 +291,19 @@ def load_targets(plan: Plan) -> list[Target]:
     return [loaded[device] for device in plan.topology.targets]
 
 
-def _make_replicas(plan: Plan, target: Target, gate: Gate, checkpoint: Checkpoint | None) -> list[Replica]:
+def make_replicas(plan: Plan, head: TargetHead, gate: Gate, checkpoint: Checkpoint | None = None) -> list[Replica]:
+    """One replica per drafter of the plan, each on its device with a copy of the target's head."""
     config, spec = plan.config, plan.spec
-    head = target.head()
     replicas = []
     for index, device in enumerate(plan.topology.drafters):
         model = DraftModel(spec, config.training.activation_checkpointing)
         if config.drafter.init and checkpoint is None:
             model.load_state_dict(load_drafter(Path(config.drafter.init), dtype=torch.float32).state_dict())
         else:
-            initialise(model, config.training.seed)
+            initialise(model, config.training.seed, head.final_scale_H)
         model = model.to(device, plan.dtype)
         own_head = head.to(device)
-        forward = Region(f"drafter {index}", model.forward, gate=gate, enabled=plan.compiled)
-        terms = Region(f"objective {index}", chunk_terms, gate=gate, enabled=plan.compiled)
+        forward, terms = make_regions(plan, index, model.forward, gate)
         head_VH = own_head.head_VH.to(plan.dtype)
         objective = Objective(
             config.objective, spec.block_size, HeadTerms(head_VH, own_head.multiplier, own_head.softcap), terms
@@ -297,6 +335,9 @@ def _make_workers(
         Link(_first_of(first, index, len(devices)), len(devices), queue, stop) for index in range(len(devices))
     ]
     exchange = Exchange(updates, stop)
+    compiling = Compiling(
+        plan, gate, replicas, exchange, log, made_up_drafts(plan), first_update, log.path.parent / "ledger.json"
+    )
     on_cuda = any(device.type == "cuda" for device in devices)
     make = batch_maker(plan, overfit)
     workers: list[Worker] = [
@@ -332,7 +373,7 @@ def _make_workers(
                 drafter_links[index],
                 exchange,
                 progress,
-                _warm_up(plan, index, replica, gate, log, exchange),
+                compiling,
                 stop,
             )
         )
@@ -368,6 +409,12 @@ def batch_maker(plan: Plan, overfit: bool) -> Callable[[Job], tuple[Row, DraftBa
     return make
 
 
+def made_up_drafts(plan: Plan) -> Callable[[Row], DraftBatch]:
+    """Row → batch for rows that teach nothing: warm-up and comparisons."""
+    weights = torch.ones(plan.spec.block_size)
+    return lambda row: draft_batch(plan, row, weights, (0,))
+
+
 def draft_batch(plan: Plan, row: Row, weights: torch.Tensor, seed: tuple[int, ...]) -> DraftBatch:
     """One row's draft work by the plan's sizes."""
     return make_draft_batch(
@@ -381,52 +428,6 @@ def draft_batch(plan: Plan, row: Row, weights: torch.Tensor, seed: tuple[int, ..
         seed=seed,
         with_tiles=plan.attention == "flex",
     )
-
-
-def _warm_up(
-    plan: Plan, index: int, replica: Replica, gate: Gate, log: EventLog, exchange: Exchange
-) -> Callable[[], None]:
-    """Compiles all regions of one replica, forward and backward, while every other worker waits.
-
-    Replicas take turns in order: later equal devices then load from the cache what the first one compiled.
-    """
-
-    def warm_up() -> None:
-        if plan.compiled:
-            for turn in range(len(exchange.updates)):
-                if turn == index:
-                    began = time.monotonic()
-                    with gate.exclusive():
-                        _compile_once(plan, replica, plan.topology.drafters[index])
-                    seconds = time.monotonic() - began
-                    log.write(
-                        "warmup", worker=f"drafter {index}", seconds=seconds, device=str(plan.topology.drafters[index])
-                    )
-                exchange.meet(index)
-            if index == 0:
-                gate.seal(plan.config.compile.on_recompile)
-
-    return warm_up
-
-
-def _compile_once(plan: Plan, replica: Replica, device: torch.device) -> None:
-    """One step on a made-up row of the run's shapes; leaves no gradient behind."""
-    length = plan.config.rows.length
-    tokens = torch.arange(length) % plan.geometry.vocab_rows
-    row = Row(
-        0, tokens, torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.int32), torch.arange(length)
-    )
-    batch = draft_batch(plan, row, torch.ones(plan.spec.block_size), (0,)).to(device)
-    width = len(plan.spec.taps) * plan.spec.hidden_size
-    features = torch.randn(length, width, device=device, dtype=plan.dtype)
-    last = None
-    if plan.config.objective.labels != "data":
-        last = torch.randn(length, plan.spec.hidden_size, device=device, dtype=plan.dtype)
-    replica.step(Features(features, last), batch)
-    for parameter in replica.model.parameters():
-        parameter.grad = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _checkpoint_to_resume(folder: Path, plan: Plan) -> Checkpoint | None:

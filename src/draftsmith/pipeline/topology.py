@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,13 @@ class Topology:
     reason: str
 
     @property
+    def cpu_threads(self) -> int:
+        """Threads of torch for each worker that computes on the CPU, so that their teams share the cores."""
+        workers = [device.type for device in (*self.targets, *self.drafters)].count("cpu")
+        share = max(1, (os.cpu_count() or 1) // max(1, workers))
+        return min(torch.get_num_threads(), share) if workers else torch.get_num_threads()
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """Each device once."""
         return tuple(dict.fromkeys((*self.targets, *self.drafters)))
@@ -40,7 +48,7 @@ def resolve_topology(config: PipelineConfig, rows_per_update: int) -> Topology:
     """
     automatic = [role for role in ("targets", "drafters") if "auto" in getattr(config, role)]
     if not automatic:
-        targets, drafters = (tuple(map(_device, names)) for names in (config.targets, config.drafters))
+        targets, drafters = (tuple(map(parse_device, names)) for names in (config.targets, config.drafters))
         return Topology(targets, drafters, "as configured")
     if len(automatic) == 1 or len(config.targets) > 1 or len(config.drafters) > 1:
         raise UserError("auto stands for both roles and for all devices", where=f"pipeline.{automatic[0]}")
@@ -54,7 +62,12 @@ def resolve_topology(config: PipelineConfig, rows_per_update: int) -> Topology:
     return Topology(tuple(devices[:split]), tuple(devices[split:]), "rule of thumb, not measured")
 
 
-def _device(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
+    """A device that exists here.
+
+    Raises:
+        UserError: it does not, or is of a kind that is not supported.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.blocks import DraftBatch, Row
+from draftsmith.compiled import Settings
 from draftsmith.objective import Sums
 from draftsmith.pipeline.clock import WorkerClock
+from draftsmith.pipeline.compiling import Compiling
 from draftsmith.pipeline.jobs import Job, JobSequence
 from draftsmith.pipeline.link import Link, Stop, Stopped
 from draftsmith.pipeline.progress import Progress
@@ -58,15 +60,19 @@ class Worker(threading.Thread):
         self.device = device
         self.stop = stop
         self.clock = WorkerClock(name)
+        self._settings = Settings.capture()  # of the thread that makes it, which set them
 
     def run(self) -> None:
         try:
-            with self._on_own_stream():
-                self.work()
+            self._settings.run(self._work_on_own_stream)
         except Stopped:
             pass
         except BaseException as error:
             self.stop.set(error, self.name)
+
+    def _work_on_own_stream(self) -> None:
+        with self._on_own_stream():
+            self.work()
 
     def work(self) -> None:
         raise NotImplementedError
@@ -168,9 +174,9 @@ class DrafterWorker(Worker):
     Args:
         index: of the replica.
         replica: drafter, head and objective on this device.
-        warm_up: compiles what this replica needs; runs in this thread, one replica at a time, before the first row.
         exchange: the shared update.
         progress: replica 0 reports to it.
+        compiling: compiles what the replicas need before the first row, and watches single updates.
     """
 
     def __init__(
@@ -184,24 +190,25 @@ class DrafterWorker(Worker):
         inbox: Link[Featured],
         exchange: Exchange,
         progress: Progress,
-        warm_up: Callable[[], None],
+        compiling: Compiling,
         stop: Stop,
     ) -> None:
         super().__init__(f"drafter {index}", device, stop)
         self.index, self.count = index, len(exchange.updates)
         self.replica, self.block_size = replica, block_size
         self.sequence, self.first_update = sequence, first_update
-        self.inbox, self.exchange, self.progress, self.warm_up = inbox, exchange, progress, warm_up
+        self.inbox, self.exchange, self.progress, self.compiling = inbox, exchange, progress, compiling
 
     def work(self) -> None:
-        self.warm_up()
+        self.compiling.warm_up(self.index)
         self.exchange.meet(self.index)
         if self.index == 0:
             self.progress.begin()
         for update in range(self.first_update, self.sequence.steps):
             learn, evaluate = self.sequence.of_update(update)
-            sums = self._rows(learn, learn=True)
-            total, norm = self.exchange.update(self.index, sums, self.progress.lr_factor(update))
+            with self.compiling.around(self.index, update):
+                sums = self._rows(learn, learn=True)
+                total, norm = self.exchange.update(self.index, sums, self.progress.lr_factor(update))
             if self.index == 0:
                 self.progress.stepped(update, total, norm)
             if evaluate:

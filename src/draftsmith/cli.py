@@ -1,0 +1,336 @@
+"""The command `draftsmith`: each command parses, calls one function, and prints.
+
+Exit codes: 0 fine, 1 "no" to what was asked (not lossless, the overfit check did not fit), 2 wrong input, 130
+interrupted. People's text goes to stdout, progress to stderr; with `--json`, one JSON object goes to stdout and
+everything else to stderr. What a command needs is imported when it runs, so that `--help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+import draftsmith
+from draftsmith.cli_bench import bench
+from draftsmith.cli_compile import compile_app, doctor
+from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.decode.evaluate import Evaluation
+    from draftsmith.pipeline.run import TrainResult
+    from draftsmith.target.forward import Target
+
+DTypeName = Literal["auto", "float32", "bfloat16"]
+
+app = typer.Typer(
+    help="Train DFlash drafters for your own model, and measure what they are worth.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Make training data.", rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+app.command()(bench)
+app.add_typer(compile_app, name="compile")
+app.command()(doctor)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
+DType = Annotated[DTypeName, typer.Option(help="auto: bfloat16 on CUDA, float32 on CPU.")]
+TargetPath = Annotated[str, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")]
+GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, if that is a directory or hub name.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that hold this share.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=arguments or ["--help"], prog_name="draftsmith", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _refuse(str(error))
+    except _usage_error() as error:
+        return _refuse(f"{error.format_message()} (draftsmith --help tells more)")  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        print("draftsmith: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder to write; a number is added if it is in use.")] = Path(
+        "runs/demo"
+    ),
+    seed: Seed = 0,
+    json_: Json = False,
+) -> int:
+    """Train a drafter for the embedded target, decode held-out prompts with and without it, and compare."""
+    from draftsmith.demo.run import run_demo
+    from draftsmith.observe.live import LiveLine
+    from draftsmith.observe.run_folder import next_free
+
+    with _report(json_) as report, LiveLine() as live:
+        result = run_demo(next_free(output), seed=seed, listener=live)
+        report(result["text"], {key: value for key, value in result.items() if key != "text"})
+    return 0 if result["lossless"] else 1
+
+
+@app.command()
+def init(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Directory, hub name, .gguf file, or 'demo'.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="JSON lines of chat messages or plain text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The config to write.")] = Path("draftsmith.yaml"),
+) -> int:
+    """Write a commented config for a target and a data file; what can be found out is found out."""
+    from draftsmith.pipeline.init import write_config
+
+    with _report(False) as report:
+        path = write_config(target, data, output)
+        report([f"wrote {path}", f"next: draftsmith train {path} --plan"], {})
+    return 0
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what would run on which device, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in training.output.")] = False,
+    max_minutes: Annotated[float | None, typer.Option(min=0.0, help="Save and stop after so many minutes.")] = None,
+    overfit: Annotated[bool, typer.Option("--overfit", help="Train on one row until its loss is near zero.")] = False,
+    json_: Json = False,
+) -> int:
+    """Train a drafter."""
+    from draftsmith.config import load_config
+
+    if plan and (resume or overfit):
+        raise UserError("--plan only plans", where="command line", fix="leave out --resume and --overfit")
+    run = load_config(config, overrides)
+    with _report(json_) as report:
+        if plan:
+            from draftsmith.pipeline.plan import make_plan
+
+            made = make_plan(run)
+            report(made.lines(), made.to_json())
+            return 0
+        from draftsmith.observe.live import LiveLine
+        from draftsmith.pipeline.run import train as train_run
+
+        with LiveLine() as live:
+            result = train_run(run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live)
+        report(_training_lines(result), result.to_json())
+    if result.reason == "interrupted":
+        return 130
+    return 0 if result.succeeded else 1
+
+
+@app.command("eval")
+def evaluate_drafter(
+    drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of a drafter: a checkpoint or an export.")],
+    target: TargetPath,
+    prompts: Annotated[Path, typer.Option(help="JSON lines of prompts or messages, or plain lines.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json_: Json = False,
+) -> int:
+    """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
+    from draftsmith.decode.prompts import encode_prompts, read_prompts
+    from draftsmith.observe.live import LiveLine
+
+    with _report(json_) as report, LiveLine() as live:
+        asked = read_prompts(prompts)[:limit]
+        frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
+
+        from draftsmith.decode.evaluate import evaluate
+        from draftsmith.drafter.native import load_drafter
+
+        evaluation = evaluate(
+            load_drafter(drafter, frozen.device, frozen.dtype),
+            frozen,
+            encode_prompts(asked, frozen.tokenizer),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            progress=lambda done, total: live({"kind": "step", "unit": "prompt", "step": done, "steps": total}),
+        )
+        live.close()
+        report(_evaluation_lines(evaluation), evaluation.to_json())
+    return 0 if evaluation.lossless is not False else 1
+
+
+@data_app.command()
+def generate(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="JSON lines to write; continued if this very work stopped before.")
+    ],
+    target: TargetPath,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines of prompts or messages, or plain lines.")] = None,
+    invent: Annotated[int | None, typer.Option(min=1, help="Let the target invent so many prompts.")] = None,
+    exclude: Annotated[Path | None, typer.Option(help="Leave out prompts that this file holds.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default what fits.")] = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json_: Json = False,
+) -> int:
+    """Let the target answer prompts (from a file, or its own): the data a drafter learns from."""
+    from draftsmith.decode.answers import PROMPT_TOKENS, AnswerOptions, invent_prompts, write_answers
+    from draftsmith.decode.prompts import read_prompts, without
+    from draftsmith.observe.live import LiveLine
+
+    if (prompts is None) == (invent is None):
+        raise UserError("give either --prompts FILE or --invent COUNT", where="command line")
+    options = AnswerOptions(max_new_tokens, temperature, top_k, top_p, seed, batch_size)
+    with _report(json_) as report, LiveLine() as live:
+        asked = read_prompts(prompts) if prompts is not None else None
+        known = read_prompts(exclude) if exclude is not None else []
+        frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
+        if asked is None:
+            assert invent is not None
+            longest = min(PROMPT_TOKENS, max_new_tokens)
+            asked = invent_prompts(
+                frozen, invent, output, seed=seed, max_new_tokens=longest, batch_size=batch_size, listener=live
+            )
+        asked = without(asked, known)[:limit]
+        result = write_answers(frozen, asked, output, options, listener=live)
+        report(result.lines(), result.to_json())
+    return 0
+
+
+@app.command()
+def version(json_: Json = False) -> int:
+    """Print the versions of draftsmith and of what it stands on."""
+    import platform
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    versions = {"draftsmith": draftsmith.__version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = installed(package)
+    with _report(json_) as report:
+        report([f"{name} {number}" for name, number in versions.items()], versions)
+    return 0
+
+
+class _Report:
+    """Where a command's result goes; see `_report`."""
+
+    def __init__(self, as_json: bool, stdout: Any) -> None:
+        self._as_json = as_json
+        self._stdout = stdout
+
+    def __call__(self, lines: list[str] | str, content: dict[str, Any]) -> None:
+        text = lines if isinstance(lines, str) else "\n".join(lines)
+        print(text)
+        if self._as_json:
+            print(json.dumps(content, ensure_ascii=False), file=self._stdout, flush=True)
+
+
+@contextlib.contextmanager
+def _report(as_json: bool) -> Iterator[_Report]:
+    """Yields the printer of the result. With `as_json`, whatever else prints meanwhile goes to stderr."""
+    report = _Report(as_json, sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield report
+
+
+def _training_lines(result: TrainResult) -> list[str]:
+    """How a run ended and where its drafter lies."""
+    lines = [f"{result.reason} at step {result.step}: loss {result.loss:.3f}, τ proxy {result.tau_proxy:.2f}"]
+    if result.checkpoint is not None:
+        lines.append(f"drafter in {result.checkpoint}")
+    if not result.succeeded:
+        lines.append("NO: one row was not learned; data, labels or gradients do not fit together")
+    return lines
+
+
+def _evaluation_lines(evaluation: Evaluation) -> list[str]:
+    """What a person wants to know first: τ, then whether anything changed, then what it is worth."""
+    lines = []
+    for name, figures in (("all answers", evaluation.figures), ("not looping", evaluation.not_looping)):
+        if figures is None:
+            lines.append(f"{name}: none")
+            continue
+        slots = " ".join(f"{share:.2f}" for share in figures.accept_by_slot)
+        lines += [
+            f"{name}: {figures.answers} answers, {figures.tokens} tokens",
+            f"  τ {figures.tau:.3f} pooled, {figures.tau_per_response:.3f} per response; "
+            f"prompt look-up {figures.tau_prompt_lookup:.3f}",
+            f"  accepted by slot {slots}",
+            f"  speed-up {figures.speedup:.2f}x ({1e3 * figures.seconds_per_token:.2f} ms a token against "
+            f"{1e3 * figures.baseline_seconds_per_token:.2f}, {figures.draft_share:.0%} of it drafting)",
+        ]
+    if evaluation.lossless is None:
+        lines.append("lossless: not tested, the answers are sampled")
+    else:
+        proved = sum(tie.proved for tie in evaluation.ties)
+        ties = f"; {proved} of {len(evaluation.ties)} differences are proved argmax ties" if evaluation.ties else ""
+        lines.append(
+            f"lossless: {'yes' if evaluation.lossless else 'NO'} ({evaluation.exact_answers} of "
+            f"{len(evaluation.taus)} answers equal token for token{ties})"
+        )
+    return lines
+
+
+def _load_target(path: str, gguf_file: str | None, device: str, dtype: DTypeName, trust_remote_code: bool) -> Target:
+    import torch
+
+    from draftsmith.config import TargetConfig
+    from draftsmith.target.load import load_target
+
+    config = TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"no such device: {device!r}", where="--device", fix="cpu, cuda, cuda:0, …") from None
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"{device} is not here: {torch.cuda.device_count()} CUDA devices are seen", where="--device", fix="use cpu"
+        )
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+    return load_target(config, place, getattr(torch, dtype))
+
+
+def _usage_error() -> type[Exception]:
+    """click's base of wrong command lines; typer carries a click of its own since 0.26 and used the package before."""
+    return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def _refuse(text: str) -> int:
+    print(f"draftsmith: {' '.join(text.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,204 @@
+"""`draftsmith compile …` and `draftsmith doctor`: parse, call one function, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith.errors import UserError
+
+compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
+cache_app = typer.Typer(help="Compile caches: show, verify, pack, unpack, clear.", rich_markup_mode=None)
+compile_app.add_typer(cache_app, name="cache")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of the run.")]
+MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config of the run.")]
+MIB = 2**20
+
+
+@compile_app.command()
+def warm(config: Config, json_: Json = False) -> int:
+    """Fill the cache for a config, check it in a second process, and put it in place."""
+    from draftsmith.config import load_config
+    from draftsmith.pipeline.compile_commands import warm as run
+
+    result = run(load_config(config), lambda text: print(text, file=sys.stderr, flush=True))
+    size = sum(result["bytes"].values()) / MIB
+    lines = [
+        f"{result['coverage']}, {size:.1f} MiB in {result['folder']}",
+        f"warm-up from an empty cache {result['cold_seconds']:.1f} s, from this one {result['loaded_seconds']:.1f} s",
+    ]
+    _print(lines, result, json_)
+    return 0 if result["verified"] else 1
+
+
+@compile_app.command()
+def prove(config: Config, json_: Json = False) -> int:
+    """Warm up, profile one step of all drafters, and say whether the compiled kernels ran."""
+    from draftsmith.config import load_config
+    from draftsmith.observe.live import LiveLine
+    from draftsmith.pipeline.compile_commands import prove as run
+
+    with LiveLine() as live:
+        result = run(load_config(config, ["compile.evidence=warn"]), live)
+    problems = [problem for verdict in result["ledger"]["evidence"] for problem in verdict["problems"]]
+    verdict = "the compiled path ran" if result["ok"] else "NOT the compiled path"
+    _print([f"{verdict}; warm-up {result['warm_up_seconds']:.1f} s", *problems], result, json_)
+    return 0 if result["ok"] else 1
+
+
+@compile_app.command()
+def gate(json_: Json = False) -> int:
+    """Measure what the gate adds to an ordinary compiled call."""
+    from draftsmith.compiled.bench import measure
+
+    found = measure()
+    lines = [
+        f"a compiled call alone     {found['compiled']:6.2f} µs",
+        f"through a region, before the seal  +{found['unsealed']:.2f} µs, after it  +{found['sealed']:.2f} µs",
+    ]
+    _print(lines, {f"{name}_us": value for name, value in found.items()}, json_)
+    return 0
+
+
+@cache_app.command()
+def show(config: MaybeConfig = None, json_: Json = False) -> int:
+    """Sizes by kind, what made each cache, whether it matches this machine; with CONFIG, what is missing."""
+    from draftsmith.config import load_config
+    from draftsmith.pipeline.compile_commands import show as look
+
+    result = look(load_config(config) if config else None)
+    lines = []
+    for each in result["caches"]:
+        kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in each["bytes"].items()) or "empty"
+        lines.append(f"{each['folder']}: {sum(each['bytes'].values()) / MIB:.1f} MiB ({kinds})")
+        if each["made"] is None:
+            lines.append("  no manifest: holds what some program compiled, for whichever shapes")
+        else:
+            differs = "; ".join(each["differs"][:3])
+            match = f"does NOT match: {differs}" if differs else "matches this machine"
+            lines.append(f"  made {each['made']} with torch {each['made_by'].get('torch')}; {match}")
+    extensions = result["extensions"]
+    lines.append(f"{extensions['folder']}: {extensions['bytes'] / MIB:.1f} MiB (torch extensions)")
+    if "config" in result:
+        lines.append(f"for this config: {result['config']['coverage']}")
+    _print(lines, result, json_)
+    return 0
+
+
+@cache_app.command()
+def verify(config: Config, json_: Json = False) -> int:
+    """Checksums, machine, and whether the cache of a config holds everything it needs; exit 1 if not."""
+    from draftsmith.compiled import cache
+    from draftsmith.config import load_config
+    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
+
+    plan = plan_of(load_config(config))
+    folder = cache_folder(plan)
+    problems = cache.verify(folder, machine_facts())
+    covered = cache.coverage(folder, needs(plan))
+    lines = [f"{folder}: {covered.line()}", *problems]
+    content = {"folder": str(folder), "problems": problems, "coverage": covered.line(), "missing": covered.missing}
+    _print(lines, content, json_)
+    return 0 if not problems and not covered.missing else 1
+
+
+@cache_app.command()
+def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
+    """Write the cache of a config, with manifest and checksums, into one file."""
+    from draftsmith.compiled import cache
+    from draftsmith.config import load_config
+    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compiling import cache_folder
+
+    folder = cache_folder(plan_of(load_config(config)))
+    size = _refusable(lambda: cache.pack(folder, archive))
+    _print([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
+    return 0
+
+
+@cache_app.command()
+def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
+    """Check a packed cache against this machine and put it in place; refuses what does not match."""
+    from draftsmith.compiled import cache
+    from draftsmith.config import load_config
+    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
+
+    plan = plan_of(load_config(config))
+    folder = cache_folder(plan)
+    _refusable(lambda: cache.unpack(archive, folder, machine_facts()))
+    covered = cache.coverage(folder, needs(plan)).line()
+    _print([f"unpacked into {folder}: {covered}"], {"folder": str(folder), "coverage": covered}, json_)
+    return 0
+
+
+@cache_app.command()
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_: Json = False,
+) -> int:
+    """Delete Draftsmith's own caches, and nothing else."""
+    from draftsmith.compiled import cache
+
+    caches = cache.own_caches()
+    lines = [f"{path}: {size / MIB:.1f} MiB" for path, size in caches]
+    if not caches:
+        _print([f"nothing in {cache.root_folder()}"], {"freed": 0}, json_)
+        return 0
+    print("\n".join(lines), file=sys.stderr)
+    total = sum(size for _, size in caches)
+    if not yes and not typer.confirm(f"delete these {len(caches)} ({total / MIB:.1f} MiB)?", err=True):
+        _print(["nothing deleted"], {"freed": 0}, json_)
+        return 1
+    freed = _refusable(lambda: cache.clear([path for path, _ in caches]))
+    _print([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed}, json_)
+    return 0
+
+
+def doctor(
+    config: MaybeConfig = None,
+    against: Annotated[Path | None, typer.Option(metavar="RUN", help="List what changed since that run.")] = None,
+    restore: Annotated[Path | None, typer.Option(metavar="RUN", help="Print commands for a like environment.")] = None,
+    json_: Json = False,
+) -> int:
+    """Check machine, environment and, with CONFIG, the fast paths of its target; exit 0 only if they will be taken."""
+    from draftsmith import doctor as doctors
+
+    if restore is not None:
+        lines = doctors.restore(restore)
+        _print(lines, {"commands": lines}, json_)
+        return 0
+    if against is not None:
+        changed = doctors.against(against)
+        _print(changed or [f"nothing changed since {against}"], {"changed": changed}, json_)
+        return 1 if changed else 0
+    from draftsmith.config import load_config
+
+    findings = doctors.examine(load_config(config) if config else None)
+    healthy = doctors.healthy(findings)
+    lines = [finding.line() for finding in findings]
+    lines.append("the configured fast path will be taken" if healthy else "the configured fast path will NOT be taken")
+    _print(lines, {"healthy": healthy, "findings": [finding.to_json() for finding in findings]}, json_)
+    return 0 if healthy else 1
+
+
+def _print(lines: list[str], content: dict[str, Any], as_json: bool) -> None:
+    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(content, ensure_ascii=False, default=str))
+
+
+def _refusable(call: Any) -> Any:
+    from draftsmith.compiled.cache import CacheRefused
+
+    try:
+        return call()
+    except CacheRefused as error:
+        raise UserError(str(error), where="compile cache") from error

@@ -1,0 +1,32 @@
+"""All checks in order: machine, packages, environment, and with a config its devices and its target's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from draftsmith.config import RunConfig
+from draftsmith.doctor import fast_paths, machine, packages
+from draftsmith.doctor.finding import Finding
+from draftsmith.errors import UserError
+
+
+def examine(config: RunConfig | None = None, constraints: Path | None = None) -> list[Finding]:
+    """Everything that can be found out without loading weights.
+
+    Args:
+        config: adds the checks of its devices, its compile settings and its target's layers.
+        constraints: a file of pinned versions to compare with; None: `constraints.txt` where one is beside the sources.
+    """
+    findings = [*machine.check(config), *packages.check(constraints)]
+    if config is not None:
+        try:
+            findings += fast_paths.check(config)
+        except UserError as error:
+            findings.append(Finding("config", "bad", str(error)))
+    return findings
+
+
+def healthy(findings: Iterable[Finding]) -> bool:
+    """Whether the configured fast path will be taken."""
+    return all(finding.level != "bad" for finding in findings)

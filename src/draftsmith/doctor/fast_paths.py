@@ -1,0 +1,250 @@
+"""Which fast paths a target's layers want, and whether transformers will really take them.
+
+Gated-delta-net layers (Qwen3-Next, Qwen3.5, ...) run through kernels of flash-linear-attention and causal-conv1d if
+those are installed and usable, and otherwise through readable PyTorch loops that are many times slower, with one line
+in the log. Whether they are taken is seen, not guessed: a tiny model of the same class and layer kinds runs forward
+once, and the modules whose functions were entered are noted. On a GPU both ways are timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from types import FrameType
+from typing import Any
+
+import torch
+
+from draftsmith.compiled import _torch
+from draftsmith.config import RunConfig
+from draftsmith.doctor.finding import Finding
+from draftsmith.target.source import read_config
+
+LINEAR = "linear_attention"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fast path: the package whose functions it enters, and the reference that runs instead."""
+
+    package: str
+    module: str
+    slow: str
+    what: str
+
+
+KERNELS = (
+    Kernel("flash-linear-attention", "fla", "torch_chunk_gated_delta_rule", "gated delta rule"),
+    Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "causal convolution"),
+)
+_SMALL = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """Findings about the drafter's and the target's fast paths under this config."""
+    findings = [*_drafter(config)]
+    text = read_config(config.target).get_text_config(decoder=True)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    findings += _target_attention(text, _target_device(config))
+    if LINEAR not in kinds:
+        findings.append(Finding("target layers", "ok", f"{text.model_type}: attention only, no extra kernels wanted"))
+        return findings
+    device = _target_device(config)
+    return [*findings, *linear_attention(text, device, kinds.count(LINEAR))]
+
+
+def _drafter(config: RunConfig) -> Iterator[Finding]:
+    on_cuda = torch.cuda.is_available() and any(not name.startswith("cpu") for name in config.pipeline.drafters)
+    if not on_cuda:
+        yield Finding("drafter attention", "ok", "dense, on the CPU by name")
+        return
+    if config.drafter.attention == "dense":
+        text = "dense on CUDA, as configured: memory and time grow with Q x S"
+        yield Finding("drafter attention", "warn", text, "drafter.attention=flex")
+        return
+    if config.compile.enabled == "off":
+        yield Finding("drafter attention", "bad", "flex without compiling computes all scores", "compile.enabled=on")
+        return
+    problem = compiles(torch.device("cuda", 0))
+    if problem:
+        yield Finding("drafter attention", "bad", f"a compiled function does not run compiled: {problem}")
+    else:
+        yield Finding("drafter attention", "ok", "flex, compiled; a tiny compiled function was seen to run compiled")
+
+
+def _target_attention(text: Any, device: torch.device) -> Iterator[Finding]:
+    """Which kernel scaled_dot_product_attention takes at the target's head size with a mask, as packed rows need."""
+    if device.type != "cuda":
+        return
+    heads = int(text.num_attention_heads)
+    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    query = torch.randn(1, 2, 256, dim, device=device, dtype=torch.bfloat16)
+    mask = torch.ones(256, 256, dtype=torch.bool, device=device).tril()
+    torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+        torch.cuda.synchronize(device)
+    names = {event.name for event in profiler.events() or []}
+    fused = sorted(name for name in names if re.search(r"flash|fmha|efficient|cudnn_generated", name, re.IGNORECASE))
+    if fused:
+        yield Finding("target attention", "ok", f"head size {dim}, masked: {fused[0][:80]}")
+    else:
+        text_ = f"head size {dim}, masked: no fused kernel was seen, all scores are computed"
+        yield Finding("target attention", "warn", text_, "unset what disables SDPA kernels (torch.backends.cuda.*_sdp)")
+
+
+def compiles(device: torch.device) -> str:
+    """Compiles a tiny function and looks for its graph in a profile; "" if it ran compiled, else what was seen."""
+    from draftsmith.compiled import Evidence, Expected, Gate, Region
+
+    gate = Gate()
+    try:
+        region = Region("doctor", _tiny, gate=gate, device=device)
+        x = torch.ones(64, device=device, requires_grad=True)
+        with gate.exclusive():
+            region(x).backward()
+        with gate.step():
+            evidence = Evidence(gate, [Expected(region, backward=True)])
+            evidence.begin()
+            region(x).backward()
+            verdict = evidence.end(0)
+        return "" if verdict.ok else f"{verdict.problems[0]} ({_torch.why_nothing_compiles()})"
+    except Exception as error:  # whatever torch raises is the finding
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        gate.close()
+
+
+def _tiny(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x).sum()
+
+
+def linear_attention(text: Any, device: torch.device, count: int) -> list[Finding]:
+    """What a tiny model with this configuration's linear-attention layers enters in a forward.
+
+    Args:
+        text: the target's text configuration.
+        device: where the target will run.
+        count: of such layers in the target, for the text.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small_config(text)).to(device, dtype).eval()
+        tokens = torch.zeros(1, 128, dtype=torch.long, device=device)
+        entered = modules_entered(lambda: model(tokens, use_cache=False))
+    except Exception as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [Finding("target layers", "bad", f"a tiny {text.model_type} does not run on {device}: {problem}")]
+    return [_linear_finding(kernel, text, device, count, entered, model) for kernel in KERNELS]
+
+
+def _linear_finding(
+    kernel: Kernel, text: Any, device: torch.device, count: int, entered: set[str], model: Any
+) -> Finding:
+    layers = f"{text.model_type}: {kernel.what} of {count} layers"
+    if any(name == kernel.module or name.startswith(f"{kernel.module}.") for name in entered):
+        return Finding(
+            "target layers", "ok", f"{layers} runs through {kernel.package}; {slow_down(kernel, model, device)}"
+        )
+    version = _installed(kernel.package)
+    if device.type != "cuda":
+        text_ = f"{layers} runs in plain PyTorch: {kernel.package} needs a GPU; slow-down not measured"
+        return Finding("target layers", "warn", text_)
+    if version is None:
+        text_ = f"{layers} runs in plain PyTorch: {kernel.package} is not installed; slow-down not measured"
+        return Finding("target layers", "bad", text_, f"pip install {kernel.package}")
+    why = _import_problem(kernel.module)
+    text_ = f"{layers} runs in plain PyTorch although {kernel.package} {version} is installed"
+    mend = f"pip install --force-reinstall --no-build-isolation {kernel.package}"
+    return Finding("target layers", "bad", f"{text_}{f': {why}' if why else ''}; slow-down not measured", mend)
+
+
+def small_config(text: Any) -> Any:
+    """The configuration with one layer of each kind and small sizes; head sizes stay: kernels depend on them."""
+    small = type(text)(**{**text.to_dict(), **{k: v for k, v in _SMALL.items() if hasattr(text, k)}})
+    kinds = list(dict.fromkeys(text.layer_types))
+    small.layer_types, small.num_hidden_layers = kinds, len(kinds)
+    return small
+
+
+def modules_entered(call: Callable[[], object]) -> set[str]:
+    """Names of all modules whose Python functions were entered while `call` ran, in this thread."""
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            entered.add(frame.f_globals.get("__name__", ""))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+def slow_down(kernel: Kernel, model: Any, device: torch.device, tokens: int = 2048) -> str:
+    """Times the tiny model with the fast path and with the reference; "not measured" where that cannot be done."""
+    if device.type != "cuda":
+        return "slow-down without it not measured"
+    module = sys.modules[type(model).__module__]
+    fast = getattr(module, kernel.slow, None)
+    reference: Any = fast
+    while hasattr(reference, "__wrapped__"):
+        reference = reference.__wrapped__
+    if fast is None or reference is fast:
+        return "slow-down without it not measured"
+    input_ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    with_it = _milliseconds(model, input_ids)
+    setattr(module, kernel.slow, reference)
+    try:
+        without = _milliseconds(model, input_ids)
+    finally:
+        setattr(module, kernel.slow, fast)
+    return f"without it {without / with_it:.1f} times slower on this card ({without:.2f} against {with_it:.2f} ms)"
+
+
+def _milliseconds(model: Any, input_ids: torch.Tensor, runs: int = 5) -> float:
+    times = []
+    with torch.no_grad():
+        for _ in range(runs + 2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            model(input_ids, use_cache=False)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+    return sorted(times[2:])[runs // 2] * 1e3
+
+
+def _target_device(config: RunConfig) -> torch.device:
+    on_cuda = torch.cuda.is_available() and not config.pipeline.targets[0].startswith("cpu")
+    return torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+
+
+def _installed(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _import_problem(module: str) -> str:
+    try:
+        __import__(module)
+    except Exception as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""

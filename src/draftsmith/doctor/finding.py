@@ -1,0 +1,34 @@
+"""One thing that the doctor found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Level = Literal["ok", "warn", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, how it is, and what mends it.
+
+    Attributes:
+        check: short name, "torch", "environment variables".
+        level: "ok", "warn", or "bad": the fast path will not be taken.
+        text: in words.
+        mend: a command or a change; empty where there is nothing to mend.
+    """
+
+    check: str
+    level: Level
+    text: str
+    mend: str = ""
+
+    def line(self) -> str:
+        """For people."""
+        sign = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}[self.level]
+        mend = f"\n       mend: {self.mend}" if self.mend else ""
+        return f"{sign}  {self.check}: {self.text}{mend}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

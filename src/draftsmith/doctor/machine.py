@@ -1,0 +1,155 @@
+"""Python, torch and its CUDA, driver, Triton, GPUs and the paths between them, memory, disk, caches, variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from draftsmith.compiled.cache import inductor_folder, root_folder
+from draftsmith.compiled.machine import driver
+from draftsmith.config import RunConfig
+from draftsmith.doctor.finding import Finding
+
+GIB = 2**30
+DISK_GIB = 5.0  # below this a checkpoint or a cache may not fit
+
+# Variables that switch compiling off or change what is compiled, and what to say of them.
+_DISABLING = {
+    "TORCH_COMPILE_DISABLE": "nothing is compiled",
+    "TORCHDYNAMO_DISABLE": "nothing is compiled",
+    "TORCHDYNAMO_SUPPRESS_ERRORS": "what fails to compile runs eager, silently",
+    "TRITON_INTERPRET": "Triton kernels are interpreted in Python",
+    "PYTORCH_JIT": "kernels that need it run eager",
+}
+_SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "every start compiles everything",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "the cache may be off",
+    "TORCHINDUCTOR_MAX_AUTOTUNE": "compiling takes minutes longer, and its CUDA graphs are not thread-safe",
+    "TORCH_CACHING_PRECOMPILE": "breaks with flex_attention on torch 2.13",
+    "TORCH_LOGS": "writes logs while compiling",
+    "TORCHDYNAMO_VERBOSE": "writes logs while compiling",
+    "NVIDIA_TF32_OVERRIDE": "changes the precision of float32 matmuls",
+}
+_OFF = ("", "0", "false", "False", "no")
+
+
+def check(config: RunConfig | None = None) -> list[Finding]:
+    """All findings about the machine."""
+    return [*_versions(), *_gpus(config), *_room(config), *_folders(), *variables(os.environ)]
+
+
+def _versions() -> Iterator[Finding]:
+    supported = (3, 10) <= sys.version_info[:2] <= (3, 14)
+    text = f"{platform.python_version()} in {sys.prefix}"
+    yield Finding("python", "ok" if supported else "warn", text if supported else f"{text}; tested with 3.10 to 3.14")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    yield Finding("torch", "ok", f"{torch.__version__}, {build}")
+    if not torch.version.cuda:
+        return
+    found = driver()
+    if found is None:
+        yield Finding("driver", "warn", "no NVIDIA driver answers", "nvidia-smi")
+    else:
+        yield Finding("driver", "ok", found)
+    try:
+        import triton
+
+        yield Finding("triton", "ok", triton.__version__)
+    except ImportError as error:
+        mend = f"pip install --force-reinstall torch=={torch.__version__.split('+')[0]}"
+        yield Finding("triton", "bad", f"cannot be imported: {error}", mend)
+
+
+def _gpus(config: RunConfig | None) -> Iterator[Finding]:
+    count = torch.cuda.device_count()
+    wanted = sorted(set(config.pipeline.targets + config.pipeline.drafters if config else ()))
+    cuda_wanted = [name for name in wanted if name.startswith("cuda")]
+    if count == 0:
+        if cuda_wanted:
+            mend = "nvidia-smi; python -c 'import torch; torch.cuda.init()' says why torch sees no GPU"
+            yield Finding("gpu", "bad", f"the config asks for {', '.join(cuda_wanted)}; torch sees no GPU", mend)
+        else:
+            yield Finding("gpu", "ok", "none: dense attention, eager, on the CPU by name")
+        return
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        text = f"cuda:{index} {torch.cuda.get_device_name(index)} sm_{major}{minor}, {free / GIB:.1f} of "
+        yield Finding("gpu", "ok" if free > 0.5 * total else "warn", f"{text}{total / GIB:.1f} GiB free")
+        if (major, minor) < (8, 0):
+            yield Finding("gpu", "warn", f"cuda:{index} has no bfloat16 matmuls in hardware", "training.dtype=float32")
+    if count > 1:
+        blind = [
+            f"{one}→{other}"
+            for one in range(count)
+            for other in range(count)
+            if one != other and not torch.cuda.can_device_access_peer(one, other)
+        ]
+        text = f"every pair of {count} GPUs" if not blind else f"none between {', '.join(blind)}: copies pass the host"
+        yield Finding("peer access", "warn" if blind else "ok", text)
+
+
+def _room(config: RunConfig | None) -> Iterator[Finding]:
+    places = {"temporary files": Path(tempfile.gettempdir())}
+    if config is not None:
+        places["run folder"] = _existing(Path(config.training.output))
+    for name, place in places.items():
+        free = shutil.disk_usage(place).free / GIB
+        enough = free >= DISK_GIB
+        mend = "" if enough else f"free some room in {place}, or choose another place"
+        yield Finding(f"disk, {name}", "ok" if enough else "warn", f"{free:.1f} GiB free in {place}", mend)
+    available = _memory_available()
+    if available is not None:
+        yield Finding("memory", "ok" if available > 4 * GIB else "warn", f"{available / GIB:.1f} GiB available")
+
+
+def _folders() -> Iterator[Finding]:
+    for name, place in (("compile cache", root_folder()), ("inductor cache", inductor_folder())):
+        there = _existing(place)
+        if os.access(there, os.W_OK | os.X_OK):
+            yield Finding(name, "ok", str(place))
+        else:
+            mend = f"chown {os.getuid()} {there}, or set " + (
+                "DRAFTSMITH_CACHE_DIR" if name == "compile cache" else "TORCHINDUCTOR_CACHE_DIR"
+            )
+            yield Finding(name, "bad", f"{there} cannot be written", mend)
+
+
+def variables(environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
+    """Findings about variables that switch compiling off or change it."""
+    findings = []
+    for name, effect in _DISABLING.items():
+        value = environment.get(name)
+        on = value is not None and (value in _OFF if name == "PYTORCH_JIT" else value not in _OFF)
+        if on:
+            findings.append(Finding("environment variables", "bad", f"{name}={value}: {effect}", f"unset {name}"))
+    for name, effect in _SLOWING.items():
+        value = environment.get(name)
+        off_is_bad = name == "TORCHINDUCTOR_FX_GRAPH_CACHE"
+        if value is not None and (value in _OFF) == off_is_bad:
+            findings.append(Finding("environment variables", "warn", f"{name}={value}: {effect}", f"unset {name}"))
+    return findings or [Finding("environment variables", "ok", "none that changes compiling")]
+
+
+def _existing(place: Path) -> Path:
+    """The place, or the nearest folder above it that is there."""
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _memory_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -1,0 +1,173 @@
+"""What is installed: two flavours of one thing, leftovers, serving stacks beside the trainer, foreign modules, drift.
+
+Read from the metadata of installed distributions and from where modules really come from; nothing is installed, and no
+registry is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import site
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+import draftsmith
+from draftsmith.doctor.finding import Finding
+
+SERVING = ("sglang", "vllm", "flashinfer-python", "tensorrt-llm", "lmdeploy", "sgl-kernel")
+PINNED = ("torch", "triton", "transformers", "tokenizers", "numpy", "safetensors")
+MODULES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+
+
+def check(constraints: Path | None = None) -> list[Finding]:
+    """All findings about installed packages."""
+    installed = list(metadata.distributions())
+    return [
+        *flavours(installed),
+        *leftovers(map(Path, _site_folders())),
+        *serving(installed),
+        *foreign_modules(),
+        *drift(constraints or _beside_sources()),
+    ]
+
+
+def flavours(installed: Iterable[metadata.Distribution]) -> list[Finding]:
+    """One package twice on the path, or CUDA libraries of two major versions."""
+    places: dict[str, list[str]] = defaultdict(list)
+    cuda: dict[str, list[str]] = defaultdict(list)
+    for distribution in installed:
+        name = _name(distribution)
+        places[name].append(f"{distribution.version} in {distribution.locate_file('')}")
+        major = re.fullmatch(r"nvidia-.*-cu(\d\d)", name)
+        if major:
+            cuda[major[1]].append(name)
+    findings = []
+    for name in PINNED:
+        if len(set(places[name])) > 1:
+            text = f"{name} is installed {len(places[name])} times: {'; '.join(places[name])}"
+            mend = f"pip uninstall {name} until none is left, then pip install {name} once"
+            findings.append(Finding("two flavours", "bad" if name in ("torch", "triton") else "warn", text, mend))
+    if len(cuda) > 1:
+        fewest = min(cuda.values(), key=len)
+        text = "CUDA libraries of two versions: " + ", ".join(f"{len(n)} for CUDA {v}" for v, n in sorted(cuda.items()))
+        findings.append(Finding("two flavours", "warn", text, f"pip uninstall {' '.join(sorted(fewest))}"))
+    return findings or [Finding("two flavours", "ok", "one torch, one CUDA")]
+
+
+def leftovers(folders: Iterable[Path]) -> list[Finding]:
+    """Folders that pip left behind ("~orch"), and metadata whose files are gone."""
+    findings = []
+    for folder in folders:
+        if not folder.is_dir():
+            continue
+        torn = sorted(item.name for item in folder.iterdir() if item.name.startswith("~"))
+        if torn:
+            text = f"{len(torn)} half removed packages in {folder}: {', '.join(torn[:4])}"
+            findings.append(Finding("leftovers", "warn", text, f"rm -r {folder}/'~'*"))
+        for info in folder.glob("*.dist-info"):
+            distribution = metadata.Distribution.at(info)
+            names = (distribution.read_text("top_level.txt") or "").split()
+            there = [name for name in names if (folder / name).exists() or any(folder.glob(f"{name}.*"))]
+            if names and not there:
+                text = f"{_name(distribution)} {distribution.version} is listed, but its files are gone"
+                mend = f"rm -r {info} && pip install {_name(distribution)}=={distribution.version}"
+                findings.append(Finding("leftovers", "warn", text, mend))
+    return findings or [Finding("leftovers", "ok", "none")]
+
+
+def serving(installed: Iterable[metadata.Distribution]) -> list[Finding]:
+    """Serving stacks beside the trainer, and which of its pins they would move or have moved."""
+    installed = list(installed)
+    versions = {_name(distribution): distribution.version for distribution in installed}
+    findings = []
+    for distribution in installed:
+        if _name(distribution) not in SERVING:
+            continue
+        clashes = [
+            f"wants {requirement.name}{requirement.specifier}, {versions[name]} is installed"
+            for requirement in _requirements(distribution)
+            if (name := requirement.name.lower()) in PINNED
+            and name in versions
+            and not requirement.specifier.contains(versions[name], prereleases=True)
+        ]
+        text = f"{_name(distribution)} {distribution.version} is installed beside the trainer"
+        mend = "serve from an environment of its own: python -m venv serve && serve/bin/pip install " + _name(
+            distribution
+        )
+        if clashes:
+            findings.append(Finding("serving stack", "warn", f"{text}; it {'; '.join(clashes)}", mend))
+        else:
+            findings.append(Finding("serving stack", "warn", f"{text} and decides versions with it", mend))
+    return findings or [Finding("serving stack", "ok", "none in this environment")]
+
+
+def foreign_modules(names: Iterable[str] = MODULES) -> list[Finding]:
+    """Modules that would be imported from outside this environment (PYTHONPATH, user site, working directory)."""
+    inside = [Path(folder).resolve() for folder in {*_site_folders(), sys.prefix, sys.base_prefix}]
+    user = Path(site.getusersitepackages()).resolve() if site.ENABLE_USER_SITE else None
+    findings = []
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin or spec.origin in ("built-in", "frozen"):
+            continue
+        origin = Path(spec.origin).resolve()
+        at_user = user is not None and origin.is_relative_to(user)
+        if at_user or not any(origin.is_relative_to(folder) for folder in inside):
+            mend = "export PYTHONNOUSERSITE=1" if at_user else "unset PYTHONPATH, and start from another folder"
+            findings.append(Finding("foreign modules", "warn", f"{name} comes from {origin}", mend))
+    return findings or [Finding("foreign modules", "ok", "all from this environment")]
+
+
+def drift(constraints: Path | None) -> list[Finding]:
+    """Installed versions that differ from the pinned ones."""
+    if constraints is None or not constraints.is_file():
+        return []
+    differing, found = [], 0
+    for line in constraints.read_text(encoding="utf-8").splitlines():
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            requirement = Requirement(content)
+            version = metadata.version(requirement.name)
+        except (InvalidRequirement, metadata.PackageNotFoundError):
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        found += 1
+        # A local part ("+cpu", "+cu130") is a build of the same version.
+        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+            differing.append(f"{requirement.name} {version} (pinned {requirement.specifier})")
+    if not differing:
+        return [Finding("pinned versions", "ok", f"all {found} as in {constraints.name}")]
+    text = f"{len(differing)} differ from {constraints.name}: {', '.join(differing[:5])}"
+    return [Finding("pinned versions", "warn", text, f"pip install --constraint {constraints} --upgrade draftsmith")]
+
+
+def _requirements(distribution: metadata.Distribution) -> Iterator[Requirement]:
+    for text in distribution.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def _name(distribution: metadata.Distribution) -> str:
+    return (distribution.metadata["Name"] or "").lower().replace("_", "-")
+
+
+def _site_folders() -> list[str]:
+    return [folder for folder in dict.fromkeys(sys.path) if folder.endswith(("site-packages", "dist-packages"))]
+
+
+def _beside_sources() -> Path | None:
+    found = Path(draftsmith.__file__).parents[2] / "constraints.txt"
+    return found if found.is_file() else None

@@ -1,0 +1,272 @@
+"""`draftsmith compile warm | prove | cache`: the trainer's compiling without training.
+
+`prove` runs what a training run does before and around its first update: warm-up, seal, and one profiled step of all
+drafters at once, on made-up rows and random weights of the real shapes; no weights are loaded. `warm` does that in a
+second and a third process: one fills a fresh private folder, the next must load everything from it; then the folder
+gets its manifest and takes its place in one step. Training runs look there first.
+
+Only the head of the first data file is read: shapes do not depend on the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.compiled import Gate, Settings, cache
+from draftsmith.config import RunConfig, parse_config
+from draftsmith.errors import UserError
+from draftsmith.observe.events import EventLog, Listener
+from draftsmith.pipeline.compiling import Compiling, cache_folder, explained, machine_facts, needs, uses
+from draftsmith.pipeline.plan import Plan, make_plan
+from draftsmith.pipeline.proof import make_sample, warm_step
+from draftsmith.target.head import TargetHead
+
+DATA_LINES = 200
+
+
+def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]:
+    """Warms up and profiles one step; the ledger as a dict, with "ok" and the seconds.
+
+    Args:
+        config: of the run.
+        listener: gets "warmup", "ledger" and "evidence" events.
+
+    Raises:
+        UserError: nothing is compiled under this config, or the warm-up fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="draftsmith-prove-") as scratch:
+        plan = make_plan(_short_data(config, Path(scratch)))
+        if not plan.compiled:
+            raise UserError(
+                f"nothing to prove: {plan.attention} attention runs eager on this machine, by name",
+                where="compile",
+                fix="compile.enabled=on compiles it on the CPU too",
+            )
+        cache.use(cache_folder(plan))  # as training does
+        with EventLog(Path(scratch) / "events.jsonl", [listener] if listener else []) as log:
+            return _prove(plan, log)
+
+
+def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
+    from draftsmith.pipeline.run import made_up_drafts, make_replicas
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(plan.topology.cpu_threads)
+    gate = Gate()
+    try:
+        replicas = make_replicas(plan, _random_head(plan), gate)
+        compiling = Compiling(plan, gate, replicas, _Alone(), log, made_up_drafts(plan))
+        began = time.perf_counter()
+        _in_threads([lambda i=i: compiling.warm_turn(i) for i in range(len(replicas))], one_by_one=True)  # type: ignore[misc]
+        compiling.sealed()
+        warm_seconds = time.perf_counter() - began
+        samples = [make_sample(plan, compiling.draft, device) for device in compiling.devices]
+        steps: list[Callable[[], None]] = [
+            lambda r=replica, s=sample, d=device: warm_step(r, s, d)  # type: ignore[misc]
+            for replica, sample, device in zip(replicas, samples, compiling.devices, strict=True)
+        ]
+        ok = True
+        if compiling.evidence is not None:
+            compiling.evidence.begin()
+            try:
+                with explained():
+                    _in_threads(steps)
+                ok = compiling.judge(step=0)
+            finally:
+                compiling.evidence.abandon()
+        content = compiling.ledger.to_json()
+        named = [vars(each) for each in uses(plan, compiling.ledger)]
+        return {"ok": ok, "warm_up_seconds": warm_seconds, "uses": named, "ledger": content}
+    finally:
+        gate.close()
+        torch.set_num_threads(threads)
+
+
+def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) -> dict[str, Any]:
+    """Fills Draftsmith's own cache for this config and checks it in another process.
+
+    Returns:
+        folder, seconds of the filling and of the loading process's warm-up, bytes by kind, the coverage line.
+
+    Raises:
+        UserError: a process fails, or the second one compiles something.
+    """
+    with tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
+        short = _short_data(config, Path(scratch))
+        plan = make_plan(short)
+        if not plan.compiled:
+            raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
+        place = cache_folder(plan)
+        root = cache.root_folder()
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        filling, checking = (root / f".{what}-{os.getpid()}" for what in ("filling", "checking"))
+        try:
+            filling.mkdir(mode=0o700)
+            tell("filling an empty cache")
+            cold = _in_process(short, filling, Path(scratch))
+            # Under another name: nothing in it may depend on where it lies.
+            os.rename(filling, checking)
+            tell(f"filled in {cold['warm_up_seconds']:.1f} s; loading it in another process")
+            second = _in_process(short, checking, Path(scratch))
+            entries = second["ledger"]["entries"]
+            missed = [f"{e['region']} ({e['direction']})" for e in entries if e["cache"] == "miss"]
+            if missed or not any(entry["cache"] == "hit" for entry in entries):
+                raise UserError(
+                    f"a second process compiled again: {', '.join(missed) or 'no graph came from the cache'}",
+                    where="compile warm",
+                    fix="draftsmith doctor lists variables that switch the cache off",
+                )
+            named = [cache.Use(use["name"], tuple(use["keys"]), use["seconds"]) for use in cold["uses"]]
+            cache.write_manifest(checking, machine_facts(), named)
+            cache.swap_in(checking, place)
+        finally:
+            for leftover in (filling, checking):
+                shutil.rmtree(leftover, ignore_errors=True)
+        return {
+            "folder": str(place),
+            "cold_seconds": cold["warm_up_seconds"],
+            "loaded_seconds": second["warm_up_seconds"],
+            "bytes": cache.sizes(place),
+            "coverage": cache.coverage(place, needs(plan)).line(),
+            "verified": second["ok"],
+        }
+
+
+def show(config: RunConfig | None = None) -> dict[str, Any]:
+    """Size by kind of every cache that matters here, what made it, whether it fits; with a config, what it lacks."""
+    machine = json.loads(json.dumps(machine_facts()))
+    places = [path for path, _ in cache.own_caches()]
+    inductor = cache.inductor_folder()
+    if inductor not in places:
+        places.append(inductor)
+    found = []
+    for place in places:
+        manifest = cache.read_manifest(place)
+        differing = None if manifest is None else cache.differences(manifest["machine"], machine)
+        found.append(
+            {
+                "folder": str(place),
+                "bytes": cache.sizes(place),
+                "made": None if manifest is None else manifest["made"],
+                "made_by": None if manifest is None else manifest["machine"],
+                "differs": differing,
+                "uses": [] if manifest is None else [use.name for use in cache.uses_of(manifest)],
+            }
+        )
+    extensions = cache.extensions_folder()
+    content: dict[str, Any] = {
+        "caches": found,
+        "extensions": {"folder": str(extensions), "bytes": sum(cache.sizes(extensions).values())},
+    }
+    if config is not None:
+        with tempfile.TemporaryDirectory(prefix="draftsmith-show-") as scratch:
+            plan = make_plan(_short_data(config, Path(scratch)))
+        if plan.compiled:
+            place = cache_folder(plan)
+            covered = cache.coverage(place, needs(plan))
+            content["config"] = {"folder": str(place), "coverage": covered.line(), "missing": list(covered.missing)}
+        else:
+            content["config"] = {"folder": None, "coverage": "nothing is compiled under this config", "missing": []}
+    return content
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan of a config from the head of its data."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as scratch:
+        return make_plan(_short_data(config, Path(scratch)))
+
+
+class _Alone:
+    """Stands in for the exchange where one thread does everything."""
+
+    def meet(self, _index: int) -> None:
+        return None
+
+
+def _in_threads(jobs: list[Callable[[], None]], one_by_one: bool = False) -> None:
+    """Runs each job in a thread of its own, as training does, under this thread's settings."""
+    errors: list[BaseException] = []
+    settings = Settings.capture()
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            settings.run(job)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+        if one_by_one:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _random_head(plan: Plan) -> TargetHead:
+    geometry = plan.geometry
+    device = plan.topology.drafters[0]
+    generator = torch.Generator(device).manual_seed(0)
+    weights = torch.randn(
+        geometry.vocab_rows, geometry.hidden_size, generator=generator, device=device, dtype=plan.dtype
+    )
+    weights *= 0.02
+    return TargetHead(weights, weights, geometry.logit_softcap, geometry.logit_multiplier, geometry.embedding_scale)
+
+
+def _short_data(config: RunConfig, scratch: Path) -> RunConfig:
+    """The config with the head of its first data file only."""
+    head = scratch / "head.jsonl"
+    if not head.exists():
+        try:
+            with open(config.data.train[0], encoding="utf-8") as source:
+                head.write_text("".join(line for _, line in zip(range(DATA_LINES), source, strict=False)), "utf-8")
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", where=config.data.train[0]) from None
+    data = config.data.model_copy(update={"train": (str(head),), "held_out": ()})
+    return config.model_copy(update={"data": data})
+
+
+def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, Any]:
+    """`prove` in a fresh process with that folder as its cache."""
+    given, result = scratch / "config.json", scratch / "result.json"
+    given.write_text(config.model_dump_json(), encoding="utf-8")
+    result.unlink(missing_ok=True)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_CACHE_DIR", None)
+    command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode or not result.exists():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"a process ended with code {done.returncode}: {last}", where="compile warm")
+    content: Mapping[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return content
+
+
+def _child(given: Path, result: Path) -> int:
+    config = parse_config(json.loads(given.read_text(encoding="utf-8")))
+    try:
+        content = prove(config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    result.write_text(json.dumps(content, default=str), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,193 @@
+"""What a replica is warmed up with, what an evidence step must show of it, and the reference its numbers must equal.
+
+The warm-up row is made up and sharp: documents of 16 tokens, so that a block sees few keys and one key too many changes
+its output by a lot. The reference is the eager dense path over a few blocks only, under a mask written down again from
+the rule (not from the batch's intervals or tiles): blocks do not see each other, so a few of them cost k·B·S scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.blocks import DraftBatch, LayerKind, Row
+from draftsmith.compiled import Expected, Region
+from draftsmith.drafter import build_masks
+from draftsmith.drafter.attention import DenseMask
+from draftsmith.pipeline.plan import Plan
+from draftsmith.target.forward import Features
+from draftsmith.training.step import Replica
+
+FLEX_KERNELS = (r"flex_attention(?!_backward)", r"flex_attention_backward")
+DOCUMENT = 16  # tokens of a made-up document
+BLOCKS = 4  # compared with the reference
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # ‖difference‖ / ‖reference‖
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Made-up input of the run's shapes on a replica's device; `document_S` stays on the CPU."""
+
+    batch: DraftBatch
+    features: Features
+    document_S: Tensor
+
+
+def make_sample(plan: Plan, draft: Callable[[Row], DraftBatch], device: torch.device) -> Sample:
+    """A row of short documents and random features; the same on every device.
+
+    Args:
+        plan: sizes.
+        draft: row → batch, as the run makes them.
+        device: where the replica is.
+    """
+    length = plan.config.rows.length
+    index_S = torch.arange(length)
+    document_S = (index_S // DOCUMENT).to(torch.int32)
+    row = Row(
+        0, index_S % plan.geometry.vocab_rows, torch.ones(length, dtype=torch.bool), document_S, index_S % DOCUMENT
+    )
+    generator = torch.Generator().manual_seed(0)
+    width = len(plan.spec.taps) * plan.spec.hidden_size
+
+    def random(columns: int) -> Tensor:
+        return torch.randn(length, columns, generator=generator).to(device, plan.dtype)
+
+    features = Features(
+        random(width), None if plan.config.objective.labels == "data" else random(plan.spec.hidden_size)
+    )
+    return Sample(draft(row).to(device), features, document_S)
+
+
+def regions_of(replica: Replica) -> list[Region]:
+    """A replica's regions: the drafter's forward and the objective's chunk."""
+    found = [replica.forward, replica.objective.terms]
+    return [region for region in found if isinstance(region, Region)]
+
+
+def warm_step(replica: Replica, sample: Sample, device: torch.device) -> None:
+    """One step on the sample; leaves no gradient behind."""
+    replica.step(sample.features, sample.batch)
+    for parameter in replica.model.parameters():
+        parameter.grad = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
+    """Compares the replica's drafter output with the dense reference on a few blocks; "" where they agree.
+
+    Agreeing means: close by the dtype's tolerance, and much closer than a reference that leaks the anchor's own token,
+    so a drafter that attention hardly moves cannot pass by that.
+    """
+    batch = sample.batch
+    hidden_QH = _forward(replica, sample).detach()
+    valid = int(batch.valid_N.sum())
+    if valid == 0:
+        return "the made-up row has no anchor to compare"
+    blocks_k = torch.linspace(0, valid - 1, min(BLOCKS, valid)).round().long().unique().to(batch.anchors_N.device)
+    block_size = plan.spec.block_size
+    slots_K = (blocks_k[:, None] * block_size + torch.arange(block_size, device=blocks_k.device)).reshape(-1)
+    ours = hidden_QH[slots_K].float()
+    reference = _reference(plan, replica, sample, blocks_k, slots_K, leak=0)
+    leaking = _reference(plan, replica, sample, blocks_k, slots_K, leak=1)
+    size = reference.norm().clamp_min(1e-12)
+    error = float((ours - reference).norm() / size)
+    leak = float((leaking - reference).norm() / size)
+    limit = LIMITS[plan.dtype]
+    if not error <= limit:
+        return f"its output differs from the dense reference by {error:.1e} of its size (limit {limit:.0e})"
+    if not error <= leak / 2:
+        return (
+            f"its output is no nearer to the dense reference ({error:.1e}) than one that sees the anchor ({leak:.1e})"
+        )
+    return ""
+
+
+def _forward(replica: Replica, sample: Sample) -> Tensor:
+    """The same call as in a step, so that nothing new compiles."""
+    batch, features = sample.batch, sample.features
+    embeddings_QH = replica.head.embed(batch.inputs_Q).to(features.taps_SF.dtype)
+    masks = build_masks(batch, replica.attention)
+    return replica.forward(features.taps_SF, embeddings_QH, batch.context_positions_S, batch.block_positions_Q, masks)
+
+
+@torch.no_grad()
+def _reference(plan: Plan, replica: Replica, sample: Sample, blocks_k: Tensor, slots_K: Tensor, leak: int) -> Tensor:
+    batch, device = sample.batch, slots_K.device
+    embeddings_KH = replica.head.embed(batch.inputs_Q[slots_K]).to(sample.features.taps_SF.dtype)
+    document_S = sample.document_S.to(device)
+    masks = {
+        kind: dense_rule(kind, document_S, batch.anchors_N[blocks_k] + leak, plan.spec.block_size, leak)
+        for kind in plan.spec.kinds
+    }
+    return replica.model.forward(
+        sample.features.taps_SF,
+        embeddings_KH,
+        batch.context_positions_S,
+        batch.block_positions_Q[slots_K],
+        masks,  # type: ignore[arg-type]
+    ).float()
+
+
+def dense_rule(kind: LayerKind, document_S: Tensor, bounds_k: Tensor, block_size: int, leak: int = 0) -> DenseMask:
+    """The attention rule of k blocks, written down directly.
+
+    Args:
+        kind: window and causality.
+        document_S: document of each context token.
+        bounds_k: first context token that a block does not see: its anchor, plus `leak`.
+        block_size: B.
+        leak: tokens too many that `bounds_k` lets in; 0 is the rule.
+    """
+    device = document_S.device
+    anchors_k = bounds_k - leak
+    slot_B = torch.arange(block_size, device=device)
+    key_S = torch.arange(document_S.numel(), device=device)
+    context_kBS = (
+        (document_S[None, None, :] == document_S[anchors_k][:, None, None])
+        & (key_S[None, None, :] < bounds_k[:, None, None])
+    ).expand(-1, block_size, -1)
+    distance_BB = slot_B[:, None] - slot_B[None, :]
+    own_BB = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
+    if kind.causal:
+        own_BB = own_BB & (distance_BB >= 0)
+    if kind.window is not None:
+        query_kB = anchors_k[:, None] + slot_B[None, :]
+        context_kBS = context_kBS & (query_kB[:, :, None] - key_S[None, None, :] < kind.window)
+        own_BB = own_BB & (distance_BB.abs() < kind.window)
+    count = bounds_k.numel()
+    return DenseMask(
+        context_kBS.reshape(count * block_size, -1), own_BB.expand(count, block_size, block_size).contiguous()
+    )
+
+
+def expectations(plan: Plan, replica: Replica, sample: Callable[[], Sample], device: torch.device) -> list[Expected]:
+    """What an evidence step must show of one replica; `sample` is made anew when numbers are compared."""
+    forward, *others = regions_of(replica)
+    flex = plan.attention == "flex"
+    queries = plan.config.rows.anchors * plan.spec.block_size
+    keys = plan.config.rows.length + queries
+    drafter = Expected(
+        forward,
+        backward=True,
+        kernels=FLEX_KERNELS if flex and device.type == "cuda" else (),
+        score_shapes=((queries, keys),) if flex else (),
+        softmax=not flex,
+        memory=memory_bound(plan, device) if flex else None,
+        oracle=lambda: differs_from_reference(plan, replica, sample()),
+    )
+    return [drafter, *(Expected(region, softmax=True) for region in others)]
+
+
+def memory_bound(plan: Plan, device: torch.device) -> int | None:
+    """Bytes a step may add to what is allocated, below what dense scores would add; None where they are too small to
+    tell: less than half of what is expected anyway."""
+    queries = plan.config.rows.anchors * plan.spec.block_size
+    layers = 1 if plan.config.training.activation_checkpointing else plan.spec.layers
+    scores = layers * plan.spec.heads * queries * (plan.config.rows.length + queries) * plan.dtype.itemsize
+    expected = sum(memory.activations for memory in plan.memory if memory.device == str(device))
+    return expected + scores // 2 if scores >= expected / 2 else None

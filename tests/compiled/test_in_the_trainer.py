@@ -1,0 +1,154 @@
+"""The trainer's use of it on the CPU: eager by name, and compiled with a backend that traces and stops there."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+
+import draftsmith.pipeline.compiling as compiling
+from draftsmith.blocks import make_draft_batch
+from draftsmith.compiled import Gate
+from draftsmith.errors import UserError
+from draftsmith.observe.events import read_events
+from draftsmith.pipeline.compile_commands import _random_head
+from draftsmith.pipeline.plan import make_plan
+from draftsmith.pipeline.proof import dense_rule, differs_from_reference, expectations, make_sample
+from draftsmith.pipeline.run import made_up_drafts, make_replicas, train
+
+SMALL = {"drafter": {"layers": 1, "block_size": 4}, "training": {"steps": 3, "eval_rows": 0, "save_every": 0}}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Regions compile with aot_eager: guards, recompiles and seals are real, graphs never reach Inductor."""
+    monkeypatch.setattr(compiling, "Region", partial(compiling.Region, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def events(folder, kind):
+    return [event for event in read_events(folder / "events.jsonl") if event["kind"] == kind]
+
+
+def test_a_run_on_the_cpu_is_eager_by_name(tiny_run):
+    result = train(tiny_run("eager", **SMALL))
+    ledger = json.loads((result.folder / "ledger.json").read_text())
+    assert [entry["how"] for entry in ledger["entries"]] == ["eager: dense attention on cpu, by name"] * 2
+    assert any("by name" in line for line in events(result.folder, "ledger")[0]["lines"])
+    assert events(result.folder, "warmup") == events(result.folder, "evidence") == []
+    record = json.loads((result.folder / "environment.json").read_text())
+    assert record["packages"]["torch"] == torch.__version__
+
+
+def test_a_compiled_run_warms_up_seals_and_is_judged(tiny_run, traced):
+    """Same losses as eager, to float tolerance. No graph reaches Inductor here, so evidence rightly says so."""
+    eager = train(tiny_run("eager", **SMALL))
+    result = train(tiny_run("compiled", **SMALL, compile={"enabled": "on", "evidence": "warn", "evidence_every": 2}))
+    assert result.losses == pytest.approx(eager.losses, abs=1e-5)
+    (turn,) = events(result.folder, "warmup")
+    assert turn["text"].startswith("drafter 0 on cpu: traced ")
+    assert turn["verified"] is True
+    verdicts = events(result.folder, "evidence")
+    assert [verdict["step"] for verdict in verdicts] == [1, 3]
+    assert "drafter 0 on cpu ran 6 times without a compiled graph" in verdicts[0]["problems"]
+    ledger = json.loads((result.folder / "ledger.json").read_text())
+    assert {entry["region"] for entry in ledger["entries"]} == {"drafter 0", "objective 0"}
+    assert len(ledger["evidence"]) == 2
+
+
+def test_missing_evidence_ends_the_run(tiny_run, traced):
+    with pytest.raises(UserError, match="NOT the compiled path: drafter 0 on cpu ran 6 times") as caught:
+        train(tiny_run("missing", **SMALL, compile={"enabled": "on"}))
+    assert "compile.evidence=warn" in caught.value.fix
+
+
+def test_a_warm_up_that_compiles_nothing_ends_the_run(tiny_run, traced):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UserError, match="force_eager"):
+        train(tiny_run("nothing", **SMALL, compile={"enabled": "on"}))
+
+
+def sample_of(tiny_run, **sections):
+    plan = make_plan(tiny_run("sample", **SMALL | sections))
+    gate = Gate()
+    (replica,) = make_replicas(plan, _random_head(plan), gate)
+    return plan, replica, make_sample(plan, made_up_drafts(plan), torch.device("cpu"))
+
+
+SLIDING = {"layers": 2, "block_size": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+
+
+@pytest.mark.parametrize("drafter", [{"layers": 2, "block_size": 4}, SLIDING], ids=["full", "sliding"])
+def test_the_reference_agrees_with_the_drafter(tiny_run, drafter):
+    assert differs_from_reference(*sample_of(tiny_run, drafter=drafter)) == ""
+
+
+@pytest.mark.parametrize("wrong", ["one token too many", "the next document", "causal", "another dtype's noise"])
+def test_control_wrong_mask(tiny_run, wrong, monkeypatch):
+    """The reference catches a drafter whose mask is wrong, though every kernel would be the right one."""
+    plan, replica, sample = sample_of(tiny_run)
+    right = replica.forward.function
+
+    def forward(features, embeddings, context_positions, block_positions, masks):
+        masks = dict(masks)
+        for kind, mask in masks.items():
+            context, own = mask.context_QS.clone(), mask.own_NBB.clone()
+            if wrong == "one token too many":
+                context |= torch.roll(context, 1, dims=1) & (sample.document_S > 0)[None]
+            elif wrong == "the next document":
+                context |= torch.roll(context, 16, dims=1)
+            elif wrong == "causal":
+                own &= torch.ones_like(own).tril()
+            masks[kind] = type(mask)(context, own)
+        out = right(features, embeddings, context_positions, block_positions, masks)
+        return out + 0.02 * torch.randn_like(out) if wrong == "another dtype's noise" else out
+
+    replica.forward = forward
+    assert "differs from the dense reference" in differs_from_reference(plan, replica, sample)
+
+
+def test_dense_rule_equals_the_batch_rule(tiny_run):
+    """The reference's mask, written from the rule, against the intervals that training uses."""
+    from draftsmith.blocks import Row
+    from draftsmith.drafter.attention import dense_masks
+
+    plan, _, sample = sample_of(tiny_run, drafter=SLIDING)
+    length = sample.document_S.numel()
+    index = torch.arange(length)
+    row = Row(0, index, torch.ones(length, dtype=torch.bool), sample.document_S, index % 16)
+    batch = make_draft_batch(
+        row, anchors=9, block_size=4, mask_token_id=1, slot_weights_B=torch.ones(4), chunk=16, kinds=plan.spec.kinds,
+        seed=(1,), with_tiles=False,
+    )  # fmt: skip
+    for kind in plan.spec.kinds:
+        ours = dense_rule(kind, sample.document_S, batch.anchors_N, 4)
+        theirs = dense_masks(batch.intervals[kind], length, 4)
+        assert torch.equal(ours.context_QS, theirs.context_QS)
+        assert torch.equal(ours.own_NBB, theirs.own_NBB)
+
+
+def test_expectations_of_a_plan(tiny_run):
+    """The drafter must show a backward and equal the reference; needs name every region of every device once."""
+    plan, replica, sample = sample_of(tiny_run)
+    drafter, objective = expectations(plan, replica, lambda: sample, torch.device("cpu"))
+    assert (drafter.backward, objective.backward) == (True, False)
+    assert drafter.oracle is not None
+    assert drafter.oracle() == ""
+    other = make_plan(tiny_run("other", **SMALL, rows={"length": 112}))
+    assert len(compiling.needs(plan)) == 2
+    assert set(compiling.needs(plan)).isdisjoint(compiling.needs(other))
+
+
+def test_a_compiled_run_looks_in_draftsmiths_own_cache(tiny_run, traced, caches):
+    """Folder by shapes and machine: the same for the same run, another for other shapes; also in one process."""
+    folders = []
+    for name, rows in (("one", {"length": 96}), ("two", {"length": 112}), ("three", {"length": 96})):
+        config = tiny_run(name, **SMALL, rows=rows, compile={"enabled": "on", "evidence": "off"})
+        train(config)
+        folders.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        torch._dynamo.reset()
+    assert folders[0] == folders[2] != folders[1]
+    assert {os.path.dirname(folder) for folder in folders} == {str(caches)}

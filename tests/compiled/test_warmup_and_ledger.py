@@ -1,0 +1,84 @@
+"""Turns of the warm-up, what they say, and the ledger that they leave."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.compiled import Ledger, NotCompiled, Region, WarmUp
+
+
+def wave(x):
+    return (x.sin() * x).sum()
+
+
+def leaf(size=8):
+    return torch.ones(size, requires_grad=True)
+
+
+def test_equal_workers_load_what_the_first_compiled(gate, tmp_path):
+    """Two turns of equal regions: graphs of the second all come from the cache; seconds add up to the compile's."""
+    ledger, told = Ledger(gate, path=tmp_path / "ledger.json"), []
+    warm = WarmUp(gate, ledger, total=3, tell=lambda text, figures: told.append(text))
+    for index in range(3):
+        region = Region(f"drafter {index}", wave, gate=gate, device="cpu")
+        warm.turn(f"drafter {index}", "cpu", [region], lambda r=region: r(leaf()).backward(), lambda: "")
+    warm.finish("error")
+    assert gate.straight
+    assert [turn.graphs for turn in warm.turns] == [2, 2, 2]
+    assert [turn.hits for turn in warm.turns[1:]] == [2, 2]
+    for turn in warm.turns:
+        assert turn.traced + turn.compiled + turn.loaded <= turn.seconds + 0.05
+        assert turn.verified
+    assert told[0].startswith("drafter 0 on cpu: traced ")
+    assert told[0].endswith("of 2, verified")
+    assert told[1].startswith("3 equal workers: about ")
+    assert "from cache 2 of 2, verified" in told[2]
+    assert len(told) == 5  # a prediction after the first and the second turn
+
+    content = json.loads((tmp_path / "ledger.json").read_text())
+    assert [(e["region"], e["direction"], e["cache"]) for e in content["entries"][2:]] == [
+        ("drafter 1", "forward", "hit"),
+        ("drafter 1", "backward", "hit"),
+        ("drafter 2", "forward", "hit"),
+        ("drafter 2", "backward", "hit"),
+    ]
+    assert len({e["key"] for e in content["entries"]}) == 2
+    assert all(e["file"].endswith(e["key"]) for e in content["entries"])
+    assert content["recompiles"] == []
+    assert len(ledger.table()) == 7
+
+
+def test_an_eager_region_is_in_the_ledger_by_name(gate):
+    ledger = Ledger(gate)
+    ledger.watch([Region("drafter 0", wave, gate=gate, device="cpu", enabled=False, why_eager="dense on cpu, by name")])
+    assert [entry.how for entry in ledger.entries()] == ["eager: dense on cpu, by name"]
+    assert "eager: dense on cpu, by name" in ledger.table()[1]
+
+
+def test_a_late_compile_under_warn_is_a_recompile_with_its_reason(gate):
+    region = Region("drafter 0", wave, gate=gate, backend="aot_eager")
+    ledger = Ledger(gate)
+    WarmUp(gate, ledger, total=1).turn("drafter 0", "", [region], lambda: region(leaf(4)).backward())
+    gate.seal("warn")
+    with pytest.warns(UserWarning, match="after the warm-up"):
+        region(leaf(5))
+    (late,) = ledger.to_json()["recompiles"]
+    assert late["late"] is True
+    assert "expected 4, actual 5" in late["reason"]
+
+
+def test_a_step_that_compiles_every_time_is_no_warm_up(gate):
+    region, sizes = Region("drafter 0", wave, gate=gate, backend="aot_eager"), iter(range(4, 99))
+    with pytest.raises(NotCompiled, match=r"compiled again: drafter 0 \(forward\).*expected 4, actual 5"):
+        WarmUp(gate, Ledger(gate), total=1).turn("drafter 0", "cpu", [region], lambda: region(leaf(next(sizes))))
+
+
+def test_a_warm_up_whose_numbers_are_wrong_says_what_differs(gate):
+    region = Region("drafter 0", wave, gate=gate, backend="aot_eager")
+    with pytest.raises(NotCompiled, match=r"drafter 0 on cpu: differs by 0\.3"):
+        WarmUp(gate, Ledger(gate), total=1).turn(
+            "drafter 0", "cpu", [region], lambda: region(leaf()), lambda: "differs by 0.3"
+        )

@@ -1,0 +1,257 @@
+"""The command line: exit codes, one line for every kind of wrong input, JSON and nothing else on stdout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftsmith
+from draftsmith import cli
+from draftsmith.errors import UserError
+
+CONFIG = "target: {path: nowhere/target}\ndata: {train: nowhere.jsonl}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return str(path)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
+    """Puts `functions` in the place of a module that a command imports."""
+    fake = types.ModuleType(module)
+    for name, function in functions.items():
+        setattr(fake, name, function)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command that must refuse: exit code 2, one line on stderr, nothing on stdout. Returns the line."""
+    assert cli.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("draftsmith: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["train", "a.yaml", "--max-minutes", "soon"], "Invalid value for '--max-minutes'"),
+        (["train", "a.yaml", "--max-minutes", "-1"], "Invalid value for '--max-minutes'"),
+        (["train", "a.yaml", "--plan", "--resume"], "--plan only plans"),
+        (["train", "a.yaml", "--fast"], "No such option: --fast"),
+        (["eval", "drafter"], "Missing option '--"),
+        (["data"], "Missing command"),
+        (["data", "generate", "out.jsonl", "--target", "t"], "give either --prompts FILE or --invent COUNT"),
+        (["data", "generate", "o", "--target", "t", "--prompts", "p", "--invent", "3"], "give either --prompts"),
+        (["data", "generate", "o", "--target", "t", "--invent", "3", "--top-p", "1.5"], "Invalid value for '--top-p'"),
+        (["init"], "Missing argument 'TARGET'"),
+        (["init", "target"], "Missing argument 'DATA'"),
+        (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
+    ],
+)
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("drafter.block_size=256", "drafter.block_size: Input should be less than or equal to 128"),
+        ("drafter.taps=[1, 1]", "names a layer twice"),
+        ("drafter.tap=[1]", "did you mean 'taps'?"),
+        ("pipeline.drafters=[cpu, cpu]", "some would never get a row"),
+        ("drafter.layers", "is not section.key=value"),
+    ],
+)
+def test_wrong_overrides(capsys: pytest.CaptureFixture[str], config: str, override: str, message: str) -> None:
+    assert message in refused(capsys, "train", config, override)
+
+
+def test_missing_files(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    assert "none.yaml: no such config file" in refused(capsys, "train", str(tmp_path / "none.yaml"))
+    prompts = str(tmp_path / "none.txt")
+    assert "none.txt: no such prompt file" in refused(capsys, "eval", "d", "--target", "t", "--prompts", prompts)
+    assert "none.txt: no such prompt file" in refused(
+        capsys, "data", "generate", str(tmp_path / "o"), "--target", "t", "--prompts", prompts
+    )
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ('{"prompt": "a"}\n{"prompt": \n', "prompts:2: not valid JSON"),
+        ('{"prompt": "a"}\n["b"]\n', "prompts:2: a list, not a prompt"),
+        ('{"question": "a"}\n', "prompts:1: has neither a prompt nor messages"),
+        ('{"prompt": " "}\n', "prompts:1: has neither a prompt nor messages"),
+        ('{"messages": [{"content": "a"}]}\n', "prompts:1: message 1 has no role"),
+        ('{"messages": [{"role": "pope", "content": "a"}]}\n', "message 1 has the unknown role 'pope'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "prompts:1: nobody asks anything"),
+        ('{"messages": "a"}\n', "prompts:1: messages is a str, not a list"),
+    ],
+)
+def test_broken_prompt_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "prompts"
+    path.write_text(content, encoding="utf-8")
+    assert message in refused(capsys, "eval", "drafter", "--target", "t", "--prompts", str(path))
+
+
+def test_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("a\n")
+    arguments = ["eval", "drafter", "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
+    assert "no such target" in refused(capsys, *arguments)
+    assert "no such device: 'gpu'" in refused(capsys, *arguments, "--device", "gpu")
+    assert "is not here" in refused(capsys, *arguments, "--device", "cuda:99")
+
+
+def test_help_is_fine_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from draftsmith.cli import main\n"
+        "codes = [main(list(a)) for a in ([], ['train', '--help'], ['data', 'generate', '--help'], ['version'])]\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'{codes} {heavy}' if codes != [0, 0, 0, 0] or heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "data" in result.stdout
+
+
+def test_both_names_of_the_command() -> None:
+    for command in ([sys.executable, "-m", "draftsmith"], [str(Path(sys.executable).with_name("draftsmith"))]):
+        result = subprocess.run([*command, "version", "--json"], capture_output=True, text=True, check=True)
+        assert json.loads(result.stdout)["draftsmith"] == draftsmith.__version__
+        assert "torch" in result.stderr
+        result = subprocess.run([*command, "train"], capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
+
+
+def test_json_is_alone_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    class Plan:
+        def lines(self) -> list[str]:
+            return ["20 steps", "memory 3 GiB"]
+
+        def to_json(self) -> dict[str, Any]:
+            return {"steps": 20, "τ": None}
+
+    def make_plan(run: Any) -> Plan:
+        print("a library talks")
+        return Plan()
+
+    stand_in(monkeypatch, "draftsmith.pipeline.plan", make_plan=make_plan)
+    assert cli.main(["train", config, "--plan", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"steps": 20, "τ": None}
+    assert err == "a library talks\n20 steps\nmemory 3 GiB\n"
+    assert cli.main(["train", config, "--plan"]) == 0
+    assert capsys.readouterr().out == "a library talks\n20 steps\nmemory 3 GiB\n"
+
+
+def training_result(**changes: Any) -> types.SimpleNamespace:
+    fields = {"reason": "all steps done", "step": 20, "loss": 1.5, "tau_proxy": 2.25, "checkpoint": Path("runs/a/20")}
+    result = types.SimpleNamespace(**{**fields, "succeeded": True, **changes})
+    result.to_json = lambda: {"step": result.step}
+    return result
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"succeeded": False}, 1), ({"reason": "interrupted"}, 130)], ids=str
+)
+def test_train_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: str,
+    changes: dict[str, Any],
+    code: int,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def train(run: Any, *, listener: Any, **options: Any) -> types.SimpleNamespace:
+        asked.update(options, steps=run.training.steps)
+        listener({"kind": "step", "step": 1, "steps": 20, "loss": 3.0})
+        return training_result(**changes)
+
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=train)
+    assert cli.main(["train", config, "training.steps=20", "--resume", "--max-minutes", "1.5"]) == code
+    assert asked == {"steps": 20, "resume": True, "max_minutes": 1.5, "overfit": False}
+    out, err = capsys.readouterr()
+    assert f"{changes.get('reason', 'all steps done')} at step 20: loss 1.500, τ proxy 2.25" in out
+    assert ("NO: one row was not learned" in out) == (code == 1)
+    assert err == "step 1/20 · loss 3.000\n"
+
+
+def raising(error: BaseException) -> Any:
+    def train(*_: Any, **__: Any) -> None:
+        raise error
+
+    return train
+
+
+def test_user_errors_interrupts_and_our_own_bugs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(UserError("no taps", where="a", fix="add one")))
+    assert refused(capsys, "train", config) == "draftsmith: a: no taps (add one)\n"
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(KeyboardInterrupt()))
+    assert cli.main(["train", config]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(AssertionError("invariant")))
+    with pytest.raises(AssertionError, match="invariant"):
+        cli.main(["train", config])
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_demo_says_no_when_it_is_not_lossless(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, lossless: bool
+) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "result.json").write_text("{}")
+    written: list[Path] = []
+
+    def run_demo(output: Path, **_: Any) -> dict[str, Any]:
+        written.append(output)
+        return {"text": "τ 2.5", "tau": 2.5, "lossless": lossless}
+
+    stand_in(monkeypatch, "draftsmith.demo.run", run_demo=run_demo)
+    assert cli.main(["demo", "--output", str(tmp_path / "demo"), "--json"]) == (0 if lossless else 1)
+    assert json.loads(capsys.readouterr().out) == {"tau": 2.5, "lossless": lossless}
+    assert written == [tmp_path / "demo-2"]
+
+
+def test_an_output_folder_of_another_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path
+) -> None:
+    from draftsmith.config import load_config
+    from draftsmith.observe.run_folder import open_run_folder
+
+    output = f"training.output={tmp_path / 'run'}"
+    open_run_folder(load_config(config, [output])).close()
+    assert "already holds this run" in refused(capsys, "train", config, output)
+    message = refused(capsys, "train", config, output, "drafter.layers=2", "--resume")
+    assert "different run (drafter.layers 5 there, 2 here)" in message
+    assert "no run here to resume" in refused(capsys, "train", config, output + "-2", "--resume")
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(UserError, match="cannot be used as run folder: Read-only file system"):
+        open_run_folder(load_config(config, [output + "-3"]))

@@ -1,0 +1,305 @@
+"""`data generate` and `init`: answers of a tiny target, stopped and continued, and the config that fits them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith import cli
+from draftsmith.config import TargetConfig, load_config
+from draftsmith.data.conversations import read_conversations
+from draftsmith.decode import answers
+from draftsmith.decode.answers import AnswerOptions, invent_prompts, write_answers
+from draftsmith.decode.prompts import Prompt, bare_user_turn, encode_prompts, read_prompts, without
+from draftsmith.decode.speculative import GreedyProposer, decode
+from draftsmith.errors import UserError
+from draftsmith.target.forward import Target
+from draftsmith.target.load import load_target, load_tokenizer
+
+GREEDY = AnswerOptions(max_new_tokens=12, temperature=0.0)
+SAMPLED = AnswerOptions(max_new_tokens=12, temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(TargetConfig(path=str(tiny_target)), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def bare_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same target without a chat template."""
+    folder = tmp_path_factory.mktemp("bare") / "target"
+    shutil.copytree(tiny_target, folder)
+    tokenizer = load_tokenizer(TargetConfig(path=str(folder)))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[Prompt]:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"the quick {word}"} for word in ("fox", "dog", "brown fox and a lazy dog", "a", "it")]
+    lines.append({"messages": [{"role": "system", "content": "far"}, {"role": "user", "content": "over there"}]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_prompts(path)
+
+
+def records(path: Path) -> dict[int, dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({record["prompt_index"] for record in found}) == len(found)
+    return {record["prompt_index"]: record for record in sorted(found, key=lambda record: record["prompt_index"])}
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text("\n  tell me {x}\n\nand more\n")
+    plain = read_prompts(path)
+    assert [(prompt.text, prompt.source) for prompt in plain] == [
+        ("tell me {x}", f"{path}:2"),
+        ("and more", f"{path}:4"),
+    ]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    more = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    path.write_text(json.dumps({"messages": messages + more}) + "\n" + json.dumps({"prompt": "p", "messages": None}))
+    asked = read_prompts(path)
+    assert asked[0].messages == [*messages, more[0]]  # the target writes the last answer itself
+    assert asked[1].as_messages() == [{"role": "user", "content": "p"}]
+    assert without([*plain, *asked], [Prompt("", messages=[{"role": "user", "content": "p"}])]) == [*plain, asked[0]]
+
+
+def test_answers_are_the_targets_own(target: Target, prompts: list[Prompt], tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    report = write_answers(target, prompts, tmp_path / "out.jsonl", GREEDY, listener=seen.append)
+    found = records(tmp_path / "out.jsonl")
+    assert list(found) == list(range(6))
+    stops = set(target.stop_ids)
+    for index, ids in enumerate(encode_prompts(prompts, target.tokenizer)):
+        slow = decode(target, ids, GreedyProposer(), max_new_tokens=12, stop_ids=stops)
+        text = target.tokenizer.decode([token for token in slow.tokens if token not in stops])
+        assert found[index]["messages"] == [
+            *prompts[index].as_messages(),
+            {"role": "assistant", "content": text},
+        ]
+        assert found[index]["finish_reason"] == slow.finish_reason
+        assert found[index]["answer_tokens"] == len(slow.tokens)
+    assert report.written == 6
+    assert report.tokens == sum(record["answer_tokens"] for record in found.values())
+    assert report.checked == 6 - report.empty
+    assert (seen[-1]["step"], seen[-1]["steps"], seen[-1]["eta_seconds"]) == (6, 6, 0.0)
+    assert len(list(read_conversations([tmp_path / "out.jsonl"]))) == 6
+    meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
+    assert meta["options"] == {"max_new_tokens": 12, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_stopped_and_continued_is_the_same_and_repeats_nothing(
+    target: Target,
+    prompts: list[Prompt],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: AnswerOptions,
+    torn: bool,
+) -> None:
+    write_answers(target, prompts, tmp_path / "whole.jsonl", options)
+    output = tmp_path / "out.jsonl"
+    real, asked = answers.generate, []
+
+    def stops_early(target: Any, prompts: Any, *, indices: Any, **options: Any) -> Any:
+        for count, answer in enumerate(real(target, prompts, indices=indices, **options)):
+            if count == 2:
+                raise KeyboardInterrupt
+            yield answer
+
+    def counting(target: Any, prompts: Any, *, indices: Any, **options: Any) -> Any:
+        asked.extend(indices)
+        return real(target, prompts, indices=indices, **options)
+
+    monkeypatch.setattr(answers, "generate", stops_early)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(target, prompts, output, options)
+    done = list(records(output))
+    assert len(done) == 2
+    if torn:
+        with output.open("ab") as file:
+            file.write(b'{"messages": [{"role"')
+    monkeypatch.setattr(answers, "generate", counting)
+    report = write_answers(target, prompts, output, options)
+    assert sorted([*done, *asked]) == list(range(6))
+    assert (report.found, report.written) == (2, 4)
+    assert records(output) == records(tmp_path / "whole.jsonl")
+    assert write_answers(target, prompts, output, options).written == 0
+
+
+def test_other_work_in_the_output_is_refused(target: Target, prompts: list[Prompt], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    write_answers(target, prompts, output, GREEDY)
+    before = output.read_bytes()
+    with pytest.raises(UserError, match=r"holds other work \(options "):
+        write_answers(target, prompts, output, SAMPLED)
+    with pytest.raises(UserError, match=r"holds other work \(prompts 6 there, 5 here"):
+        write_answers(target, prompts[:5], output, GREEDY)
+    with pytest.raises(UserError, match="holds other work"):
+        write_answers(target, [*prompts[:5], Prompt("", text="other")], output, GREEDY)
+    assert output.read_bytes() == before
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"mine\.jsonl: exists and is not the output of this work"):
+        write_answers(target, prompts, tmp_path / "mine.jsonl", GREEDY)
+    output.write_bytes(before + b"edited\n")
+    with pytest.raises(UserError, match=r"out\.jsonl:7: not a line that was written here"):
+        write_answers(target, prompts, output, GREEDY)
+    with pytest.raises(UserError, match="no prompts to answer"):
+        write_answers(target, [], tmp_path / "none.jsonl", GREEDY)
+
+
+def test_an_output_is_written_by_one_process(
+    target: Target, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = answers.generate
+
+    def second_start(target: Any, prompts_: Any, **options: Any) -> Any:
+        with pytest.raises(UserError, match="another process is writing it"):
+            write_answers(target, prompts, tmp_path / "out.jsonl", GREEDY)
+        return real(target, prompts_, **options)
+
+    monkeypatch.setattr(answers, "generate", second_start)
+    assert write_answers(target, prompts, tmp_path / "out.jsonl", GREEDY).written == 6
+
+
+def test_a_full_disk_ends_the_work_in_one_line(
+    target: Target, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, real, calls = tmp_path / "out.jsonl", os.write, [0]
+
+    def full(descriptor: int, data: bytes) -> int:
+        calls[0] += 1
+        if calls[0] < 3:
+            return real(descriptor, data)
+        return real(descriptor, data[:5])  # what still fits
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(UserError, match=r"out\.jsonl: cannot be written: 5 of"):
+        write_answers(target, prompts, output, GREEDY)
+    monkeypatch.setattr(os, "write", real)
+    report = write_answers(target, prompts, output, GREEDY)
+    assert (report.found, report.written) == (2, 4)
+    assert len(records(output)) == 6
+
+    def read_only(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(UserError, match="Read-only file system"):
+        write_answers(target, prompts, tmp_path / "other.jsonl", GREEDY)
+
+
+def test_a_target_without_a_template_continues_text(bare_target: Path, tmp_path: Path) -> None:
+    target = load_target(TargetConfig(path=str(bare_target)), "cpu", torch.float32)
+    write_answers(target, [Prompt("p:1", text="the quick")], tmp_path / "out.jsonl", GREEDY)
+    record = records(tmp_path / "out.jsonl")[0]
+    assert record["text"].startswith("the quick")
+    assert len(record["text"]) > len("the quick")
+    assert "messages" not in record
+    with pytest.raises(UserError, match="p:2: chat messages, but the tokenizer has no chat template"):
+        encode_prompts([Prompt("p:2", messages=[{"role": "user", "content": "a"}])], target.tokenizer)
+    with pytest.raises(UserError, match="no user turn to invent prompts from"):
+        invent_prompts(target, 3, tmp_path / "invented.jsonl")
+
+
+def test_a_template_that_fails_names_the_prompt(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ raise_exception('no system turn, please') }}")
+    with pytest.raises(UserError, match=r"p:7: the chat template fails on it: TemplateError: no system turn"):
+        encode_prompts([Prompt("p:7", text="a")], target.tokenizer)
+
+
+def test_prompts_are_invented_from_the_bare_user_turn(target: Target, tmp_path: Path) -> None:
+    turn = bare_user_turn(target.tokenizer)
+    assert target.tokenizer.decode(turn.opening) == "<|im_start|>user\n"
+    assert target.tokenizer.decode([turn.stop_id]) == "<|im_end|>"
+    notices: list[dict[str, Any]] = []
+    output = tmp_path / "out.jsonl"
+    invented = invent_prompts(target, 40, output, seed=1, temperature=2.0, listener=notices.append)
+    lines = records(Path(f"{output}.prompts.jsonl"))
+    assert list(lines) == list(range(40))
+    usable = {record["prompt"] for record in lines.values() if record["finish_reason"] == "stop"} - {""}
+    assert len(invented) == len(usable) > 5  # different random numbers for every one
+    assert {prompt.text for prompt in invented} == usable
+    text = f"{40 - len(usable)} of 40 invented prompts are empty, cut at the length limit, or repeated: left out"
+    assert (notices[-1].get("text") == text) == (len(usable) < 40)
+    assert invent_prompts(target, 40, output, seed=1, temperature=2.0) == invented
+    with pytest.raises(UserError, match="holds other work"):
+        invent_prompts(target, 40, output, seed=2, temperature=2.0)
+
+
+def test_data_generate(
+    tiny_target: Path, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    arguments = ["data", "generate", str(output), "--target", str(tiny_target), "--device", "cpu", "--json"]
+    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "20", "--limit", "5"]
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert (result["written"], result["prompts"]) == (5, 5)
+    assert "answer 5/5" in err
+    assert list(records(output)) == [0, 1, 2, 3, 4]
+
+
+def test_init_writes_what_train_takes(
+    tiny_target: Path, tiny_chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    assert cli.main(["init", str(tiny_target), str(tiny_chats), "--output", str(config)]) == 0
+    assert f"draftsmith train {config} --plan" in capsys.readouterr().out
+    run = load_config(config)
+    assert run.target.path == str(tiny_target)
+    assert (run.drafter.layers, run.drafter.taps) == (1, (1, 2, 3))
+    assert run.drafter.mask_token_id == load_tokenizer(run.target).mask_token_id
+    assert run.objective.gamma == 7
+    assert (run.rows.length, run.rows.anchors) == (512, 80)
+    text = config.read_text()
+    assert "# tokenizer.mask_token; does not occur in the data looked at" in text
+
+    assert cli.main(["init", str(tiny_target), str(tiny_chats), "--output", str(config)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert config.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("target", "data", "message"),
+    [
+        ("nowhere/at/all", "chats.jsonl", "nowhere/at/all"),
+        (None, "none.jsonl", "no such data file"),
+        (None, "empty.jsonl", "is empty"),
+        (None, "broken.jsonl", "broken.jsonl:2: not valid JSON"),
+        (None, "asks.jsonl", "none of the first 1 conversations can be taught"),
+    ],
+)
+def test_init_refuses(
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: str | None,
+    data: str,
+    message: str,
+) -> None:
+    chat = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]})
+    (tmp_path / "chats.jsonl").write_text(chat + "\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text(chat + "\n{\n")
+    (tmp_path / "asks.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    config = tmp_path / "new.yaml"
+    assert cli.main(["init", target or str(tiny_target), str(tmp_path / data), "-o", str(config)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not config.exists()
