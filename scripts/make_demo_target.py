@@ -518,21 +518,16 @@ def choose_prompts(
 ) -> tuple[list[str], list[str]]:
     """(held-out, training) prompts, none of one sharing an 8-gram of tokens with any of the other.
 
-    Held out are the first of `good`, in their order, that cost at most one training prompt in a hundred; a prompt that
-    looks like many others would take the training data with it. As many training prompts as asked for are drawn from
-    the rest.
+    Held out are the first of `good`, in their (random) order. Training prompts that share something with one are
+    dropped, and as many as asked for are drawn from the rest.
     """
     holders: dict[tuple[int, ...], set[int]] = {}
     for number, ids in enumerate(encode(tokenizer, list(train_users))):
         for gram in grams_of(ids):
             holders.setdefault(gram, set()).add(number)
-    chosen: list[str] = []
-    lost: set[int] = set()
-    for user, ids in zip(good, encode(tokenizer, list(good)), strict=True):
-        cost = set().union(*(holders.get(gram, set()) for gram in grams_of(ids)))
-        if len(cost) <= len(train_users) / 100 and len(chosen) < args.held_out_prompts:
-            chosen.append(user)
-            lost |= cost
+    chosen = list(good[: args.held_out_prompts])
+    grams = set().union(*(grams_of(ids) for ids in encode(tokenizer, chosen)))
+    lost = set().union(*(holders.get(gram, set()) for gram in grams))
     left = [user for number, user in enumerate(train_users) if number not in lost]
     print(f"{len(chosen)} held-out prompts cost {len(lost)} of {len(train_users)} training prompts")
     return chosen, random.Random(args.seed).sample(left, min(args.train_prompts, len(left)))

@@ -218,9 +218,9 @@ def test_user_errors_interrupts_and_our_own_bugs(
         cli.main(["train", config])
 
 
-@pytest.mark.parametrize("lossless", [True, False])
-def test_demo_says_no_when_it_is_not_lossless(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, lossless: bool
+@pytest.mark.parametrize("passed", [True, False])
+def test_demo_says_no_when_it_does_not_hold_what_it_stands_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, passed: bool
 ) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "result.json").write_text("{}")
@@ -228,11 +228,11 @@ def test_demo_says_no_when_it_is_not_lossless(
 
     def run_demo(output: Path, **_: Any) -> dict[str, Any]:
         written.append(output)
-        return {"text": "τ 2.5", "tau": 2.5, "lossless": lossless}
+        return {"text": "τ 2.5", "tau": 2.5, "passed": passed}
 
     stand_in(monkeypatch, "draftsmith.demo.run", run_demo=run_demo)
-    assert cli.main(["demo", "--output", str(tmp_path / "demo"), "--json"]) == (0 if lossless else 1)
-    assert json.loads(capsys.readouterr().out) == {"tau": 2.5, "lossless": lossless}
+    assert cli.main(["demo", "--output", str(tmp_path / "demo"), "--json"]) == (0 if passed else 1)
+    assert json.loads(capsys.readouterr().out) == {"tau": 2.5, "passed": passed}
     assert written == [tmp_path / "demo-2"]
 
 
