@@ -43,7 +43,10 @@ def test_held_out_prompts_share_no_gram_with_training_prompts(target: Target) ->
         tokens = target.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {tuple(tokens[place : place + GRAM]) for place in range(max(1, len(tokens) - GRAM + 1))}
 
-    texts = {name: [str(p.text) for p in read_prompts(PROMPTS / f"{name}.jsonl")] for name in ("train", "held_out")}
+    texts = {
+        name: [prompt.as_messages()[-1]["content"] for prompt in read_prompts(PROMPTS / f"{name}.jsonl")]
+        for name in ("train", "held_out")
+    }
     known = set().union(*(grams(text) for text in texts["train"]))
     assert len(texts["train"]) >= FULL.prompts
     assert len(texts["held_out"]) >= FULL.held_out
