@@ -207,7 +207,7 @@ def _run(
 
     def save(step: int) -> Path:
         tensors = {name: value for update in updates for name, value in update.state_tensors().items()}
-        state = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint(), "losses": progress.loss}
+        state = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint(), "loss": progress.loss}
         path = save_checkpoint(folder, step, plan.spec, tensors, plan.dtype, state)
         prune_checkpoints(folder, config.training.keep)
         return path
@@ -272,8 +272,8 @@ def _supervise(workers: list[Worker], stop: Stop, progress: Progress) -> None:
                 where="pipeline",
                 fix="lower rows.anchors, rows.length or objective.chunk, or set training.activation_checkpointing",
             ) from cause
-        if not isinstance(cause, UserError):
-            cause.add_note(f"in worker {stop.worker!r}") if hasattr(cause, "add_note") else None
+        if not isinstance(cause, UserError) and hasattr(cause, "add_note"):  # Python 3.10 has no notes
+            cause.add_note(f"in worker {stop.worker!r}")
         raise cause
     hanging = [worker.name for worker in workers if worker.is_alive()]
     assert not hanging, f"workers did not end: {hanging}"
@@ -397,14 +397,10 @@ def batch_maker(plan: Plan, overfit: bool) -> Callable[[Job], tuple[Row, DraftBa
         source = plan.corpus.train if job.learn else plan.corpus.held_out
         assert source is not None
         number = 0 if overfit else job.row
-        if job.learn:
-            seed: tuple[int, ...] = (config.training.seed, number)
-            row = source.row(number)
-        else:
-            # Held-out rows and anchors are the same at every evaluation.
-            seed = (HELD_OUT_SEED, number)
-            row = source.row(number)
-        return row, draft_batch(plan, row, weights, seed)
+        row = source.row(number)
+        # Held-out rows and anchors are the same at every evaluation, whatever the run's seed.
+        seed = config.training.seed if job.learn else HELD_OUT_SEED
+        return row, draft_batch(plan, row, weights, (seed, number))
 
     return make
 
