@@ -173,6 +173,7 @@ class CompileConfig(Section):
     """torch.compile inside the trainer."""
 
     enabled: Literal["auto", "on", "off"] = Field("auto", description="auto: on for CUDA, off for CPU")
+    target: bool = Field(True, description="the target's layers too, where compiling is on and documents run packed")
     on_recompile: Literal["error", "warn"] = "error"
     evidence: Literal["error", "warn", "off"] = Field(
         "error", description="profile a step now and then: what to do where the compiled kernels are not seen"

@@ -55,15 +55,15 @@ def config_file(config, tmp_path) -> str:
 def test_warm_fills_checks_and_swaps_in(compiled_run, processes, caches, tmp_path, capsys):
     config = config_file(compiled_run, tmp_path)
     assert main(["compile", "cache", "verify", config]) == 1
-    assert "0 of 2 regions present; 2 will compile" in capsys.readouterr().out
+    assert "0 of 3 regions present; 3 will compile" in capsys.readouterr().out
     assert main(["compile", "warm", config]) == 0
-    assert "2 of 2 regions present" in capsys.readouterr().out
+    assert "3 of 3 regions present" in capsys.readouterr().out
     assert len(set(processes["folders"])) == 2, "the second process must find the cache under another name"
     assert [folder.name for folder in caches.iterdir()] == [cache_folder(make_plan(compiled_run)).name]
     assert main(["compile", "cache", "verify", config]) == 0
     assert main(["compile", "cache", "show", config, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert shown["config"]["coverage"] == "2 of 2 regions present"
+    assert shown["config"]["coverage"] == "3 of 3 regions present"
     assert shown["caches"][0]["differs"] == []
 
 

@@ -37,7 +37,7 @@ def events(folder, kind):
 def test_a_run_on_the_cpu_is_eager_by_name(tiny_run):
     result = train(tiny_run("eager", **SMALL))
     ledger = json.loads((result.folder / "ledger.json").read_text())
-    assert [entry["how"] for entry in ledger["entries"]] == ["eager: dense attention on cpu, by name"] * 2
+    assert [entry["how"] for entry in ledger["entries"]] == ["eager: dense attention on cpu, by name"] * 3
     assert any("by name" in line for line in events(result.folder, "ledger")[0]["lines"])
     assert events(result.folder, "warmup") == events(result.folder, "evidence") == []
     record = json.loads((result.folder / "environment.json").read_text())
@@ -49,14 +49,14 @@ def test_a_compiled_run_warms_up_seals_and_is_judged(tiny_run, traced):
     eager = train(tiny_run("eager", **SMALL))
     result = train(tiny_run("compiled", **SMALL, compile={"enabled": "on", "evidence": "warn", "evidence_every": 2}))
     assert result.losses == pytest.approx(eager.losses, abs=1e-5)
-    (turn,) = events(result.folder, "warmup")
-    assert turn["text"].startswith("drafter 0 on cpu: traced ")
-    assert turn["verified"] is True
+    turns = events(result.folder, "warmup")
+    assert [turn["text"].split(": traced ")[0] for turn in turns] == ["target 0 on cpu", "drafter 0 on cpu"]
+    assert all(turn["verified"] is True for turn in turns)
     verdicts = events(result.folder, "evidence")
     assert [verdict["step"] for verdict in verdicts] == [1, 3]
     assert "drafter 0 on cpu ran 6 times without a compiled graph" in verdicts[0]["problems"]
     ledger = json.loads((result.folder / "ledger.json").read_text())
-    assert {entry["region"] for entry in ledger["entries"]} == {"drafter 0", "objective 0"}
+    assert {entry["region"] for entry in ledger["entries"]} == {"target 0", "drafter 0", "objective 0"}
     assert len(ledger["evidence"]) == 2
 
 
@@ -138,7 +138,7 @@ def test_expectations_of_a_plan(tiny_run):
     assert drafter.oracle is not None
     assert drafter.oracle() == ""
     other = make_plan(tiny_run("other", **SMALL, rows={"length": 112}))
-    assert len(compiling.needs(plan)) == 2
+    assert len(compiling.needs(plan)) == 3
     assert set(compiling.needs(plan)).isdisjoint(compiling.needs(other))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny_decoding import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.decode.view import NAME, View, grouped_attention
+from draftsmith.target import packed
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6])
@@ -50,6 +52,26 @@ def test_a_view_shares_tensors_and_changes_nothing() -> None:
     assert all(ours[name] is theirs[name] for name in ours)
     assert view.model.config._attn_implementation == NAME
     assert target.model.config._attn_implementation == "sdpa"
+
+
+def test_a_view_of_a_compiled_target_with_packed_attention() -> None:
+    """Decoding runs uncompiled, and with its own attention: transformers' would copy the cache in every step."""
+    target = tiny_target("sliding")
+    ids = torch.randint(0, 40, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = target.model(ids).logits
+
+    def never(*_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("a compiled layer ran outside of features()")
+
+    target.model.config._attn_implementation = packed.NAME
+    target.compile_layers(never)
+    with torch.inference_mode(), View(target, (0, 3)) as view:
+        assert view.model.config._attn_implementation == NAME
+        assert view.model is not target.model
+        torch.testing.assert_close(view.model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert view.features(20).shape == (20, 64)
+        torch.testing.assert_close(target.model(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_with_replaced_forwards_is_used_as_it_is() -> None:

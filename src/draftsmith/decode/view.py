@@ -27,6 +27,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from draftsmith.target import packed
+from draftsmith.target.forward import LayerForward
+
 NAME = "draftsmith_grouped"
 # Longer queries (prefill) are computed, not copied: there the usual kernels are better.
 MOST_QUERIES = 64
@@ -105,9 +108,9 @@ class View:
         for handle in self._handles:
             handle.remove()
 
-    def features(self, count: int) -> Tensor:
-        """[count, taps·H] of the first `count` tokens of the newest forward."""
-        return torch.cat([self._outputs[tap][0, :count] for tap in self._taps], dim=-1)
+    def features(self, count: int, first: int = 0) -> Tensor:
+        """[count, taps·H] of `count` tokens of the newest forward, from its token `first` on."""
+        return torch.cat([self._outputs[tap][0, first : first + count] for tap in self._taps], dim=-1)
 
     def _keeper(self, tap: int) -> Any:
         """Forward hook of layer `tap`."""
@@ -146,9 +149,10 @@ _cudnn_ban = _CudnnBan()
 def _twins(model: Any) -> dict[int, Any]:
     """Module of the view by the id of the model's; every module itself where the tree is not plain enough to copy.
 
-    Not plain are modules whose `forward` was replaced on the instance, as for models spread over devices.
+    Not plain are modules whose `forward` was replaced on the instance, as for models spread over devices; a compiled
+    target's layers are plain, and the view's are uncompiled.
     """
-    if any("forward" in vars(module) for module in model.modules()):
+    if any(not isinstance(vars(module).get("forward"), LayerForward | None) for module in model.modules()):
         return {id(module): module for module in model.modules()}
     configs: dict[int, Any] = {}
     copy.deepcopy(model.config, configs)
@@ -162,11 +166,12 @@ def _twins(model: Any) -> dict[int, Any]:
             inside = vars(new)
             # transformers' marker that its own hooks are there; they stayed behind.
             inside.pop("_output_capturing_hooks_installed", None)
+            inside.pop("forward", None)
             if "config" in inside:
                 inside["config"] = configs.get(id(inside["config"]), inside["config"])
         return twins[id(module)]
 
     view: Any = twin(model)
-    if model.config._attn_implementation == "sdpa":
+    if model.config._attn_implementation in ("sdpa", packed.NAME):
         view.config._attn_implementation = NAME
     return twins

@@ -28,10 +28,11 @@ from draftsmith.compiled import Gate, Settings, cache
 from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
-from draftsmith.pipeline.compiling import Compiling, cache_folder, explained, machine_facts, needs, uses
+from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, explained, machine_facts, needs, uses
 from draftsmith.pipeline.plan import Plan, make_plan
 from draftsmith.pipeline.proof import make_sample, warm_step
 from draftsmith.target.head import TargetHead
+from draftsmith.target.load import shallow_target
 
 DATA_LINES = 200
 
@@ -67,8 +68,12 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
     gate = Gate()
     try:
         replicas = make_replicas(plan, _random_head(plan), gate)
-        compiling = Compiling(plan, gate, replicas, _Alone(), log, made_up_drafts(plan))
+        devices = dict.fromkeys(plan.topology.targets)
+        shallow = [shallow_target(plan.config.target, device, plan.target_dtype) for device in devices]
+        targets = [TargetLayers(plan, target, gate) for target in shallow]
+        compiling = Compiling(plan, gate, replicas, _Alone(), log, made_up_drafts(plan), targets=targets)
         began = time.perf_counter()
+        _in_threads([compiling.warm_targets])
         _in_threads([lambda i=i: compiling.warm_turn(i) for i in range(len(replicas))], one_by_one=True)  # type: ignore[misc]
         compiling.sealed()
         warm_seconds = time.perf_counter() - began
@@ -82,7 +87,7 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
             compiling.evidence.begin()
             try:
                 with explained():
-                    _in_threads(steps)
+                    _in_threads([compiling.run_targets, *steps])
                 ok = compiling.judge(step=0)
             finally:
                 compiling.evidence.abandon()

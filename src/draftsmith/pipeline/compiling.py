@@ -1,8 +1,9 @@
 """Compiling in the trainer, from the first turn of the warm-up to the last verdict.
 
-Replicas take turns in order, each in its own thread, while all other workers wait: later equal devices load from the
-cache what the first one compiled. Then the gate is sealed, and the first update and one every so many is profiled: all
-replicas wait at the exchange, replica 0 starts the profiler, all do the update, replica 0 judges. A run whose compiled
+First the targets' layers, then the replicas take turns in order, each in its own thread, while all other workers wait:
+later equal devices load from the cache what the first one compiled. Then the gate is sealed, and the first update and
+one every so many is profiled: all replicas wait at the exchange, replica 0 starts the profiler and sends a made-up row
+through every target (their own rows may all be done by then), all do the update, replica 0 judges. A run whose compiled
 path is not seen ends, unless its config says to go on.
 
 Runs without compiling (dense attention on the CPU, by name) keep a ledger too: it says so.
@@ -13,19 +14,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 import draftsmith
 from draftsmith.blocks import DraftBatch, Row
-from draftsmith.compiled import CompiledTooLate, Evidence, Gate, Ledger, NotCompiled, Region, WarmUp, cache
+from draftsmith.compiled import CompiledTooLate, Evidence, Expected, Gate, Ledger, NotCompiled, Region, WarmUp, cache
 from draftsmith.compiled.machine import facts
 from draftsmith.errors import UserError
 from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.plan import Plan
 from draftsmith.pipeline.proof import (
+    DOCUMENT,
+    LIMITS,
     Sample,
     differs_from_reference,
     expectations,
@@ -33,16 +39,92 @@ from draftsmith.pipeline.proof import (
     regions_of,
     warm_step,
 )
+from draftsmith.target.forward import Target, run_layer
+from draftsmith.target.geometry import FULL, SLIDING
 from draftsmith.training.step import Replica
 
+FLASH_KERNEL = r"flash"
+PACKED_KINDS = {FULL, SLIDING}
 SOURCES = Path(draftsmith.__file__).parent
-PACKAGES = ("blocks", "drafter", "objective", "training")  # what they hold decides what is compiled
+PACKAGES = ("blocks", "drafter", "objective", "target", "training")  # what they hold decides what is compiled
 
 
 class Meeting(Protocol):
     """Where all replicas' threads wait for each other."""
 
     def meet(self, index: int) -> Any: ...
+
+
+class TargetLayers:
+    """One target's layers as a region, and a made-up row to run them on.
+
+    Where documents run one by one, shapes change from row to row and the layers stay eager, by name.
+    """
+
+    def __init__(self, plan: Plan, target: Target, gate: Gate) -> None:
+        self.plan, self.target = plan, target
+        enabled = plan.compiled and plan.config.compile.target and target.packing != "separate"
+        why = "documents run one by one" if plan.compiled and target.packing == "separate" else "as configured"
+        if not plan.compiled:
+            why = f"{plan.attention} attention on {target.device.type}, by name"
+        # one region for each device, whatever the number of workers that share the target there
+        index = list(dict.fromkeys(plan.topology.targets)).index(_numbered(target.device))
+        self.region = Region(
+            f"target {index}", run_layer, gate=gate, enabled=enabled, device=target.device, why_eager=why
+        )
+        if enabled:
+            target.compile_layers(self.region)
+
+    def run(self) -> Tensor:
+        """Features of a made-up row, as a worker makes them; the device is idle afterwards."""
+        length = self.plan.config.rows.length
+        index_S = torch.arange(length)
+        document_S, positions_S = (index_S // DOCUMENT).to(torch.int32), index_S % DOCUMENT
+        features = self.target.features(
+            index_S % self.target.geometry.vocab_rows,
+            document_S,
+            positions_S,
+            self._taps(),
+            last_hidden=self.plan.config.objective.labels != "data",
+        )
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return features.taps_SF
+
+    def warm(self) -> None:
+        """`run`, for what it compiles and shows."""
+        self.run()
+
+    def _taps(self) -> tuple[int, ...]:
+        """The run's taps; of a target that was cut down to a layer or two, its last layer."""
+        last, taps = self.target.geometry.layers - 1, self.plan.spec.taps
+        return taps if max(taps) <= last else (last,)
+
+    def differs_from_eager(self) -> str:
+        """Compares with the same layers uncompiled; "" where they agree.
+
+        Rounding grows with depth, a wrong graph shows at once: compared is the first tap behind all kinds of layers.
+        """
+        kinds, taps, hidden = self.target.kinds, self._taps(), self.target.geometry.hidden_size
+        depth = max(kinds.index(kind) for kind in set(kinds))
+        place = next((place for place, tap in enumerate(taps) if tap >= depth), len(taps) - 1)
+        columns = slice(place * hidden, (place + 1) * hidden)
+        ours = self.run()[:, columns].float()
+        with self.target.eager():
+            reference = self.run()[:, columns].float()
+        # By token: the first ones of a document are far larger than all others in many models.
+        error = float(((ours - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-12)).mean())
+        limit = LIMITS[self.plan.target_dtype]
+        return "" if error <= limit else f"its features differ from the uncompiled ones by {error:.1e} of their size"
+
+    def expected(self) -> Expected:
+        """What an evidence step must show of it."""
+        kernels = (FLASH_KERNEL,) if self.target.packing == "pieces" else ()
+        return Expected(self.region, kernels=kernels, softmax=True, oracle=self.differs_from_eager)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
 
 
 class Compiling:
@@ -57,6 +139,7 @@ class Compiling:
         draft: row → batch, as the run makes them.
         first_update: of this process.
         ledger: path of `ledger.json`; None writes none.
+        targets: one for each target that is loaded.
     """
 
     def __init__(
@@ -69,12 +152,15 @@ class Compiling:
         draft: Callable[[Row], DraftBatch],
         first_update: int = 0,
         ledger: Path | None = None,
+        targets: Sequence[TargetLayers] = (),
     ) -> None:
         self.plan, self.gate, self.replicas, self.exchange, self.log = plan, gate, replicas, exchange, log
         self.devices = plan.topology.drafters
         self.draft, self.first_update = draft, first_update
         self.ledger = Ledger(gate, machine_facts(), path=ledger)
+        self.targets = [each for each in targets if each.region.enabled]
         self.warm = WarmUp(gate, self.ledger, len(replicas), self._tell)
+        self.ledger.watch(each.region for each in targets)
         self.ledger.watch(region for replica in replicas for region in regions_of(replica))
         self.evidence: Evidence | None = None
         if plan.compiled and plan.config.compile.evidence != "off":
@@ -83,6 +169,7 @@ class Compiling:
                 for index, replica in enumerate(replicas)
                 for each in expectations(plan, replica, lambda i=index: self._sample(i), self.devices[index])  # type: ignore[misc]
             ]
+            expected += [each.expected() for each in self.targets]
             self.evidence = Evidence(gate, expected, self.ledger)
         if not plan.compiled:
             self._show()
@@ -95,12 +182,31 @@ class Compiling:
         """
         if not self.plan.compiled:
             return
+        if index == 0:
+            self.warm_targets()
+        self.exchange.meet(index)
         for turn in range(len(self.replicas)):
             if turn == index:
                 self.warm_turn(index)
             self.exchange.meet(index)
         if index == 0:
             self.sealed()
+
+    def warm_targets(self) -> None:
+        """The turns of all targets, in the calling thread.
+
+        Raises:
+            UserError: as `warm_up`.
+        """
+        warm = WarmUp(self.gate, self.ledger, len(self.targets), self._tell)
+        for each in self.targets:
+            with explained():
+                warm.turn(each.region.name, each.region.device, [each.region], each.warm, each.differs_from_eager)
+
+    def run_targets(self) -> None:
+        """One made-up row through every compiled target."""
+        for each in self.targets:
+            each.warm()
 
     def warm_turn(self, index: int) -> None:
         """One replica's turn, in its own thread.
@@ -143,6 +249,8 @@ class Compiling:
         try:
             self.exchange.meet(index)
             with explained():
+                if index == 0:
+                    self.run_targets()
                 yield
             self.exchange.meet(index)
             if index == 0:
@@ -210,6 +318,7 @@ def needs(plan: Plan) -> dict[str, float | None]:
         # Inductor's CPU code is made for a number of threads.
         "threads": plan.topology.cpu_threads if plan.topology.drafters[0].type == "cpu" else None,
         "checkpointing": config.training.activation_checkpointing,
+        "target": [str(plan.target_dtype), vars(plan.geometry), sorted(set(plan.kinds)), plan.spec.taps],
         "head": [plan.geometry.logit_multiplier, plan.geometry.logit_softcap, plan.geometry.vocab_rows],
     }
     mark = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -218,6 +327,10 @@ def needs(plan: Plan) -> dict[str, float | None]:
         cold = {"drafter": 20.0, "objective": 4.0} if index == 0 else {"drafter": 3.0, "objective": 1.0}
         for role, seconds in cold.items():
             found[f"{role} {index} on {device} ({mark})"] = seconds if device.type == "cuda" else None
+    if config.compile.target and set(plan.kinds) <= PACKED_KINDS:
+        for index, device in enumerate(dict.fromkeys(plan.topology.targets)):
+            seconds = 8.0 if index == 0 else 1.5
+            found[f"target {index} on {device} ({mark})"] = seconds if device.type == "cuda" else None
     return found
 
 

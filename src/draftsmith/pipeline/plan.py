@@ -24,7 +24,7 @@ from draftsmith.observe.run_folder import next_free
 from draftsmith.pipeline.jobs import JobSequence
 from draftsmith.pipeline.memory import DeviceMemory, estimate_memory
 from draftsmith.pipeline.topology import Topology, resolve_topology
-from draftsmith.target.geometry import TargetGeometry, read_geometry
+from draftsmith.target.geometry import TargetGeometry, read_geometry, read_kinds
 from draftsmith.target.load import load_tokenizer
 from draftsmith.target.taps import MaskToken, choose_mask_token
 
@@ -37,6 +37,7 @@ class Plan:
         config: as given.
         topology: devices of targets and drafters.
         geometry: of the target.
+        kinds: what each of its layers attends to, by transformers' names.
         spec: of the drafter.
         mask: the mask token and the rule that chose it.
         dtype: compute dtype of the drafter.
@@ -53,6 +54,7 @@ class Plan:
     config: RunConfig
     topology: Topology
     geometry: TargetGeometry
+    kinds: tuple[str, ...]
     spec: DrafterSpec
     mask: MaskToken
     dtype: torch.dtype
@@ -163,7 +165,7 @@ def make_plan(
         )
     memory = estimate_memory(config, topology, geometry, spec, parameters, dtype, target_dtype, attention)
     return Plan(
-        config, topology, geometry, spec, mask, dtype, target_dtype, attention, compiled,
+        config, topology, geometry, read_kinds(config.target), spec, mask, dtype, target_dtype, attention, compiled,
         corpus, sequence, parameters, memory, tuple(notices),
     )  # fmt: skip
 

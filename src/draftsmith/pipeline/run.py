@@ -27,7 +27,7 @@ from draftsmith.objective import HeadTerms, Objective, decay_weights
 from draftsmith.observe.events import Event, EventLog
 from draftsmith.observe.run_folder import check_run_folder, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
-from draftsmith.pipeline.compiling import Compiling, cache_folder, make_regions
+from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, make_regions
 from draftsmith.pipeline.environment import environment_record
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Link, Stop
@@ -175,7 +175,8 @@ def _load_and_run(
 ) -> TrainResult:
     began = time.monotonic()
     targets = load_targets(plan)
-    log.write("notice", text=f"target loaded in {time.monotonic() - began:.1f} s ({targets[0].packing_reason})")
+    way = f"{targets[0].packing}: {targets[0].packing_reason}"
+    log.write("notice", text=f"target loaded in {time.monotonic() - began:.1f} s; packed rows run as {way}")
     if plan.compiled:
         cache.use(cache_folder(plan))
     gate = Gate()
@@ -336,7 +337,15 @@ def _make_workers(
     ]
     exchange = Exchange(updates, stop)
     compiling = Compiling(
-        plan, gate, replicas, exchange, log, made_up_drafts(plan), first_update, log.path.parent / "ledger.json"
+        plan,
+        gate,
+        replicas,
+        exchange,
+        log,
+        made_up_drafts(plan),
+        first_update,
+        log.path.parent / "ledger.json",
+        [TargetLayers(plan, target, gate) for target in dict.fromkeys(targets)],
     )
     on_cuda = any(device.type == "cuda" for device in devices)
     make = batch_maker(plan, overfit)

@@ -5,8 +5,10 @@ private exception, so the layers behind it do not run and no logits are made. A 
 the next layer does; transformers' own last `hidden_states` entry has the final norm applied, a tap of the last layer
 has not.
 
-Packed rows run in one of two ways, decided once per target by `proof.choose_packing`:
+Packed rows run in one of three ways, decided once per target by `proof.choose_packing`:
 
+- "pieces": one forward over the S tokens with positions that restart in every document and a variable-length attention
+  kernel that is told where documents begin (`packed`). CUDA in half precision.
 - "mask": one forward over the S tokens with positions that restart in every document and one explicit mask per kind of
   attention layer. transformers itself can find the documents from restarting positions, but only without a cache and
   without a mask, and it asks the device on every call (a host sync); and a single 4-D mask is taken as it is by *every*
@@ -15,13 +17,20 @@ Packed rows run in one of two ways, decided once per target by `proof.choose_pac
 - "separate": one forward per document, for targets whose layers carry state from token to token (gated delta nets,
   state-space layers) or mask in ways of their own. Exact by construction; many short documents make many launches.
 
-Padding gets no features worth reading: garbage with "mask", zeros with "separate".
+Padding gets no features worth reading: finite garbage with "pieces" and "mask", zeros with "separate".
+
+A compiled target runs each decoder layer of `features` through one region (`compile_layers`): equal layers are equal
+code, so there is one graph for each kind of layer, and hooks and early stop stay outside of it. Everything else that
+uses the model (decoding, proofs) runs as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
+from draftsmith.target import packed
 from draftsmith.target.geometry import SLIDING, TargetGeometry
 from draftsmith.target.head import TargetHead
 from draftsmith.target.taps import check_taps
@@ -51,9 +61,15 @@ class _StopForwardError(Exception):
     """Leaves the forward after the last tap; never seen outside this module."""
 
 
+class LayerForward(functools.partial):
+    """What stands in for the `forward` of a compiled target's layers; by its type a copy of the model knows it."""
+
+
 class _Recording(threading.local):
     """What the running forward of this thread wants from the layers; empty outside of one."""
 
+    running: bool = False
+    eager: bool = False
     wanted: frozenset[int] = frozenset()
     stop_after: int = -1
     outputs: dict[int, Tensor]
@@ -67,7 +83,7 @@ class Target:
         decoder: its text decoder: embedding, layers, final norm.
         layers: the decoder's layers.
         kinds: what each layer attends to, by transformers' names.
-        packing: "mask" or "separate"; how packed rows run.
+        packing: "pieces", "mask" or "separate"; how packed rows run.
         packing_reason: why, for people.
         stop_ids: tokens that end an answer.
     """
@@ -84,6 +100,7 @@ class Target:
         self.layers = _decoder_layers(self.decoder, geometry.layers)
         self.packing = "separate"
         self.packing_reason = "not decided yet"
+        self._layer: Callable[..., Any] | None = None
         self._freed_after = geometry.layers
         self._recording = _Recording()
         for number, layer in enumerate(self.layers):
@@ -119,6 +136,27 @@ class Target:
             return None
         return norm(torch.ones(self.geometry.hidden_size, dtype=self.dtype, device=self.device)).float().cpu()
 
+    def compile_layers(self, layer: Callable[..., Any]) -> None:
+        """From now on `features` runs every decoder layer as `layer(module, *inputs)`, a compiled `run_layer`."""
+        if self._layer is None:
+            for module in self.layers:
+                module.forward = LayerForward(self._run_one, module)  # type: ignore[method-assign]
+        self._layer = layer
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within it, `features` of this thread runs its layers uncompiled."""
+        self._recording.eager = True
+        try:
+            yield
+        finally:
+            self._recording.eager = False
+
+    def _run_one(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recording = self._recording
+        run = run_layer if self._layer is None or recording.eager or not recording.running else self._layer
+        return run(module, *args, **kwargs)
+
     def free_layers_after(self, tap: int) -> None:
         """Gives back the memory of the layers behind `tap`; neither `last_hidden` nor decoding is possible then."""
         for layer in self.layers[tap + 1 :]:
@@ -151,19 +189,27 @@ class Target:
         check_taps(taps, self.geometry.layers)
         needed = self.geometry.layers if last_hidden else max(taps) + 1
         assert needed <= self._freed_after, "layers that are needed have been freed"
-        if self.packing == "mask":
-            return self._features_masked(tokens_S, document_S, positions_S, taps, last_hidden)
+        if self.packing in ("pieces", "mask"):
+            return self._features_packed(tokens_S, document_S, positions_S, taps, last_hidden)
         return self._features_separate(tokens_S, document_S, positions_S, taps, last_hidden)
 
-    def _features_masked(
+    def _features_packed(
         self, tokens_S: Tensor, document_S: Tensor, positions_S: Tensor, taps: tuple[int, ...], last_hidden: bool
     ) -> Features:
         """All documents in one forward; see the module's docstring."""
         device = self.device
-        masks = self._masks(document_S.to(device, non_blocking=True))
         tokens = tokens_S.to(device, non_blocking=True)[None]
         positions = positions_S.to(device, non_blocking=True)[None]
-        outputs, last = self._run(tokens, positions, masks, taps, last_hidden)
+        more: dict[str, Any] = {}
+        if self.packing == "pieces":
+            cuts = packed.pieces(document_S).to(device, non_blocking=True)
+            torch._dynamo.mark_dynamic(cuts, 0)
+            more = {"cu_seq_lens_q": cuts, "max_length_q": tokens_S.numel()}
+            # Four dimensions: "prepared already", so that the model neither makes masks nor looks for documents.
+            masks = self._by_kind(lambda _window: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+        else:
+            masks = self._masks(document_S.to(device, non_blocking=True))
+        outputs, last = self._run(tokens, positions, masks, taps, last_hidden, more)
         return Features(torch.cat([outputs[tap][0] for tap in taps], dim=-1), None if last is None else last[0])
 
     def _features_separate(
@@ -184,22 +230,34 @@ class Target:
         return Features(taps_SF, last_SH)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, masks: Any, taps: tuple[int, ...], last_hidden: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Any,
+        taps: tuple[int, ...],
+        last_hidden: bool,
+        more: dict[str, Any] | None = None,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         """Outputs [1, L, H] of the tapped layers, and the final hidden states [1, L, H] if wanted."""
         recording = self._recording
-        recording.wanted, recording.outputs = frozenset(taps), {}
+        recording.running, recording.wanted, recording.outputs = True, frozenset(taps), {}
         recording.stop_after = -1 if last_hidden else max(taps)
         last = None
         try:
             result = self.decoder(
-                input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False, return_dict=True
+                input_ids=tokens,
+                attention_mask=masks,
+                position_ids=positions,
+                use_cache=False,
+                return_dict=True,
+                **(more or {}),
             )
             last = result.last_hidden_state
         except _StopForwardError:
             pass
         finally:
             outputs, recording.outputs, recording.wanted = recording.outputs, {}, frozenset()
+            recording.running = False
         assert (last is None) != last_hidden, "the forward ended on the wrong side of the last tap"
         return outputs, last
 
@@ -217,15 +275,22 @@ class Target:
         return keep
 
     def _masks(self, document_S: Tensor) -> Any:
-        """Explicit masks in the form the decoder takes: by layer kind if its configuration names kinds, else one."""
+        """Explicit masks in the form the decoder takes."""
         config = self.decoder.config
-        by_kind = {
-            kind: _attention_form(
-                document_mask(document_S, config.sliding_window if kind == SLIDING else None), config, self.dtype
-            )
-            for kind in sorted(set(self.kinds))
-        }
+        return self._by_kind(
+            lambda window: _attention_form(document_mask(document_S, window), config, self.dtype),
+        )
+
+    def _by_kind(self, make: Callable[[int | None], Tensor]) -> Any:
+        """What `make` gives for a window, by layer kind if the decoder's configuration names kinds, else one."""
+        config = self.decoder.config
+        by_kind = {kind: make(config.sliding_window if kind == SLIDING else None) for kind in sorted(set(self.kinds))}
         return by_kind if getattr(config, "layer_types", None) is not None else by_kind[self.kinds[0]]
+
+
+def run_layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """One decoder layer by its class's forward; what a region compiles."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 def document_mask(document_S: Tensor, window: int | None) -> Tensor:
@@ -241,7 +306,7 @@ def document_mask(document_S: Tensor, window: int | None) -> Tensor:
 
 def _attention_form(visible: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
     """[1, 1, S, S] as the attention code reads it: eager attention *adds* its mask, so a bool one would be no mask."""
-    if config._attn_implementation == "sdpa":
+    if config._attn_implementation in ("sdpa", packed.NAME):
         return visible[None, None]
     blocked = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]

@@ -58,6 +58,15 @@ def read_geometry(config: TargetConfig) -> TargetGeometry:
     return geometry_of(read_config(config), where=locate(config).name)
 
 
+def read_kinds(config: TargetConfig) -> tuple[str, ...]:
+    """What each decoder layer attends to, from the target's configuration; see `layer_kinds`.
+
+    Raises:
+        UserError: as `read_geometry`.
+    """
+    return layer_kinds(read_config(config))
+
+
 def geometry_of(hf_config: Any, where: str) -> TargetGeometry:
     """Geometry from a transformers configuration; multi-modal wrappers are looked through.
 

@@ -6,6 +6,7 @@ between threads. Cost: the weights once in main memory; a GGUF file also seconds
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -78,6 +79,33 @@ def load_target(config: TargetConfig, device: torch.device | str, dtype: torch.d
             what = f"has {rows} embedding rows, but its configuration says {geometry.vocab_rows}"
             raise UserError(what, where=source.name, fix="correct vocab_size in its config.json")
         prove_head(target, source.name)
+        choose_packing(target)
+    return target
+
+
+def shallow_target(config: TargetConfig, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """The target's kinds of layers with random weights, as few layers as show every kind: what compiling needs to see.
+
+    Its tokenizer is None. Cost: an embedding and a layer or two, no weights read.
+
+    Raises:
+        UserError: the target's configuration cannot be read.
+    """
+    source = locate(config)
+    with loading, explained(source), _Quiet():
+        text = copy.deepcopy(read_config(config)).get_text_config(decoder=True)
+        kinds = layer_kinds(text)
+        depth = 1 + max(kinds.index(kind) for kind in set(kinds))
+        text.num_hidden_layers = depth
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = list(kinds[:depth])
+        if getattr(text, "quantization_config", None) is not None:
+            del text.quantization_config
+        model: Any = AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        model.requires_grad_(False)
+        model.eval()
+        model.to(device)
+        target = Target(model, None, geometry_of(text, where=source.name), kinds[:depth], ())
         choose_packing(target)
     return target
 

@@ -2,9 +2,10 @@
 
 Three dozen random tokens, forward only: the cost is a few target forwards of that length. Proved are
 
-- packing: a packed row through explicit masks gives the features of separate documents. Windows are shrunk to three
-  tokens for the trial (the models read the window from their configuration when they make a mask), so that a window of
-  thousands shows on a dozen tokens. What fails runs as separate documents from then on.
+- packing: a packed row, through variable-length attention or explicit masks, gives the features of separate documents.
+  Windows are shrunk to three tokens for the trial (models read them from their configuration when they make a mask, and
+  from the layer for a kernel), so that a window of thousands shows on a dozen tokens. What fails runs as separate
+  documents from then on.
 - head: our logits are the model's, and the embedding scale is the factor between a token's embedding row and what
   enters layer 0. A model that computes either in a way of its own is refused: its drafter would be trained on one
   function and served with another.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.target import packed
 from draftsmith.target.forward import Features, Target, document_spans
 from draftsmith.target.geometry import FULL, SLIDING
 
@@ -32,16 +34,27 @@ _HALF_TOLERANCE = 5e-2
 
 
 def choose_packing(target: Target) -> None:
-    """Sets `target.packing` and `target.packing_reason`."""
+    """Sets `target.packing` and `target.packing_reason`: the fastest way that equals separate documents."""
     foreign = sorted(set(target.kinds) - {FULL, SLIDING})
-    attention = target.decoder.config._attn_implementation
+    config = target.decoder.config
     if foreign:
         target.packing_reason = f"it has {', '.join(foreign)} layers, which no mask can separate"
         return
-    if attention not in ("sdpa", "eager"):
-        target.packing_reason = f"its attention ({attention}) takes no explicit mask"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        target.packing_reason = f"its attention ({config._attn_implementation}) takes no explicit mask"
         return
-    error = _packing_error(target)
+    before = config._attn_implementation
+    no_kernel = packed.missing(target.device, target.dtype, target.geometry.head_dim)
+    if not no_kernel and before == "sdpa":
+        target.model.config._attn_implementation = packed.NAME
+        error = packing_error(target, "pieces")
+        if error is not None and error <= _tolerance(target):
+            target.packing = "pieces"
+            target.packing_reason = f"variable-length attention; packed features equal separate ones to {error:.1e}"
+            return
+        target.model.config._attn_implementation = before
+        no_kernel = "it refuses variable-length attention" if error is None else f"pieces differ by {error:.1e}"
+    error = packing_error(target, "mask")
     bound = _tolerance(target)
     if error is None:
         target.packing, target.packing_reason = "separate", "its forward does not take explicit masks"
@@ -50,11 +63,12 @@ def choose_packing(target: Target) -> None:
         target.packing_reason = f"packed features differ from separate ones by {error:.1e}, more than {bound:.0e}"
     else:
         target.packing = "mask"
-        target.packing_reason = f"packed features equal separate ones to {error:.1e}"
+        target.packing_reason = f"packed features equal separate ones to {error:.1e}, by mask: {no_kernel or before}"
 
 
-def _packing_error(target: Target) -> float | None:
-    """Mean relative difference between packed and separate features; None if explicit masks are not taken at all."""
+def packing_error(target: Target, packing: str) -> float | None:
+    """Mean relative difference between the features of a row packed that way and separate ones; None if the model
+    cannot run it at all."""
     document = torch.cat([torch.full((n,), i) for i, n in enumerate(_LENGTHS)] + [torch.full((_PADDING,), -1)]).int()
     positions = torch.cat([torch.arange(n) for n in _LENGTHS] + [torch.zeros(_PADDING, dtype=torch.int64)])
     tokens = _random_tokens(target, document.numel())
@@ -65,27 +79,30 @@ def _packing_error(target: Target) -> float | None:
     with _narrow_window(target):
         target.packing = "separate"
         separate: Features = target.features(tokens, document, positions, (depth,))
-        target.packing = "mask"
+        target.packing = packing
         try:
-            packed = target.features(tokens, document, positions, (depth,))
+            joined = target.features(tokens, document, positions, (depth,))
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError):
             return None
     real = torch.cat([torch.arange(start, end) for start, end in document_spans(document)]).to(target.device)
-    return _relative_error(packed.taps_SF[real], separate.taps_SF[real])
+    return _relative_error(joined.taps_SF[real], separate.taps_SF[real])
 
 
 @contextmanager
 def _narrow_window(target: Target) -> Iterator[None]:
-    """Sliding windows of three tokens, as long as the context lasts."""
-    config = target.decoder.config
+    """Sliding windows of three tokens, as long as the context lasts, in the configuration and in the layers."""
     if SLIDING not in target.kinds:
         yield
         return
-    window, config.sliding_window = config.sliding_window, _WINDOW
+    holders = [target.decoder.config, *target.decoder.modules()]
+    before = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     try:
+        for holder, _ in before:
+            holder.sliding_window = _WINDOW
         yield
     finally:
-        config.sliding_window = window
+        for holder, window in before:
+            holder.sliding_window = window
 
 
 @torch.no_grad()
