@@ -63,9 +63,9 @@ class Size:
     steps: int | None
 
 
-FULL = Size(prompts=4800, held_out=40, answer_tokens=128, steps=None)
+FULL = Size(prompts=4000, held_out=40, answer_tokens=128, steps=None)
 QUICK = Size(prompts=24, held_out=3, answer_tokens=48, steps=6)
-EPOCHS = 1.8
+EPOCHS = 1.1
 BATCH = 128
 MOST_WORKERS = 4
 
@@ -133,10 +133,10 @@ def demo_config(output: Path, size: Size, seed: int) -> RunConfig:
         {
             "target": {"path": "demo", "dtype": "float32"},
             "data": {"train": str(output / "data" / "answers.jsonl"), "held_out_share": 0.03},
-            "drafter": {"layers": 2, "block_size": 6, "taps": [5, 10, 14]},
+            "drafter": {"layers": 2, "block_size": 8, "taps": [5, 10, 14]},
             # Short rows: on the dense path every slot is scored against the whole row, seen or not.
             "rows": {"length": 256, "anchors": 128},
-            "objective": {"chunk": 640},
+            "objective": {"chunk": 896},
             "optimizer": {"name": "muon", "lr": 3e-3, "muon_lr": 0.03, "schedule": "wsd", "decay": 0.4},
             "training": {
                 "output": str(output),
