@@ -152,3 +152,8 @@ def test_preparing_keeps_held_out_prompts_apart() -> None:
     reasons = ("prompt occurred before", "looping answer", "empty answer", "shares 8 words with a held-out prompt")
     assert len(training) + len(held_out) + sum(counts[reason] for reason in reasons) == len(conversations)
     assert prepare.split(conversations[::-1], 20, [])[1] == held_out, "the order of the lines does not matter"
+
+    conversations += [said(f"round and round {n}", f"{n} two three four " * 9) for n in range(20)]
+    training, _, counts = prepare.split(conversations, 20, [], looping=0.1)
+    loops = sum(prepare.distinct_share(one["messages"][-1]["content"]) < prepare.NOT_LOOPING for one in training)
+    assert counts["training that loops"] == loops == int(0.1 * (len(training) - loops)) > 0

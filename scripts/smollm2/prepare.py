@@ -11,12 +11,13 @@ Reads what `draftsmith data generate` wrote and writes to FOLDER
     - prompts that occurred before (compared by their words),
     - prompts that share a run of 8 words with a held-out prompt or one of `--exclude` (a prompt shorter than that: all
       of its words),
-    - answers that are empty, or that loop: fewer than 60 % of their 4-grams of words are distinct;
+    - answers that are empty,
+    - answers that loop (fewer than 60 % of their 4-grams of words are distinct), beyond `--looping` of the rest;
 - `small.jsonl`, every fourth line of it, for the curve by data size;
 - `counts.json`, how many of which.
 
-Greedy answers of a small model loop often. A drafter learns to copy from them, which is easy, and spends its capacity
-on it; evaluation reports looping answers apart.
+Greedy answers of a small model loop often. Some are kept, because the drafter will be asked to draft such text too;
+more would spend its capacity on copying, which is easy. Evaluation reports looping answers apart.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -67,7 +69,9 @@ def prompt_of(conversation: dict) -> str:
     return next(turn["content"] for turn in conversation["messages"] if turn["role"] == "user")
 
 
-def split(conversations: Iterable[dict], held_out: int, excluded: Iterable[str]) -> tuple[list, list, Counter]:
+def split(
+    conversations: Iterable[dict], held_out: int, excluded: Iterable[str], looping: float = 0.0
+) -> tuple[list, list, Counter]:
     """(training, held-out, counts): see the module's docstring."""
     counts: Counter[str] = Counter()
     by_prompt: dict[tuple[str, ...], dict] = {}
@@ -81,7 +85,7 @@ def split(conversations: Iterable[dict], held_out: int, excluded: Iterable[str])
     drawn = sorted(by_prompt, key=lambda key: hashlib.sha256(" ".join(key).encode()).digest())
     outside = [by_prompt[key] for key in drawn[:held_out]]
     known = set().union(*(runs(prompt_of(conversation)) for conversation in outside), *map(runs, excluded))
-    training = []
+    training, loops = [], []
     for key in drawn[held_out:]:
         conversation = by_prompt[key]
         answer = conversation["messages"][-1]["content"]
@@ -90,9 +94,14 @@ def split(conversations: Iterable[dict], held_out: int, excluded: Iterable[str])
         elif not answer.strip():
             counts["empty answer"] += 1
         elif distinct_share(answer) < NOT_LOOPING:
-            counts["looping answer"] += 1
+            loops.append(conversation)
         else:
             training.append(conversation)
+    kept = loops[: int(looping * len(training))]
+    counts["looping answer"] = len(loops) - len(kept)
+    counts["training that loops"] = len(kept)
+    training += kept
+    random.Random(0).shuffle(training)
     counts["held out"], counts["training"] = len(outside), len(training)
     counts["held out that loop"] = sum(distinct_share(c["messages"][-1]["content"]) < NOT_LOOPING for c in outside)
     counts["training that the length limit cut"] = sum(c.get("finish_reason") == "length" for c in training)
@@ -109,10 +118,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("answers", type=Path, nargs="+")
     parser.add_argument("--held-out", type=int, default=256)
+    parser.add_argument("--looping", type=float, default=0.08, help="looping answers for each that does not")
     parser.add_argument("--exclude", type=Path, action="append", default=[])
     arguments = parser.parse_args()
     excluded = [json.loads(line)["prompt"] for path in arguments.exclude for line in path.open(encoding="utf-8")]
-    training, outside, counts = split(read(arguments.answers), arguments.held_out, excluded)
+    training, outside, counts = split(read(arguments.answers), arguments.held_out, excluded, arguments.looping)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     write(arguments.folder / "train.jsonl", training)
     write(arguments.folder / "small.jsonl", training[::SMALL])
