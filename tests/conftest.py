@@ -51,6 +51,12 @@ def sentence(generator: random.Random, words: int) -> str:
     return " ".join(generator.choice(WORDS) for _ in range(words))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tokenised_data(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tables of tokens go to a folder of the test session, and not to the user's cache."""
+    os.environ["DRAFTSMITH_DATA_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Qwen3 of 6 layers × 32 and a ChatML tokenizer of about 300 tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -272,6 +273,20 @@ def test_init_writes_what_train_takes(
     assert cli.main(["init", str(tiny_target), str(tiny_chats), "--output", str(config)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert config.read_text() == text
+
+
+def test_init_reads_what_train_reads(
+    tiny_target: Path, tiny_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for part in range(2):
+        with gzip.open(folder / f"train-{part}.jsonl.gz", "wb") as file:
+            file.write(tiny_chats.read_bytes())
+    monkeypatch.setattr("draftsmith.pipeline.init.SAMPLE", 50)
+    config = tmp_path / "tiny.yaml"
+    assert cli.main(["init", str(tiny_target), str(folder), "--output", str(config)]) == 0
+    assert load_config(config).data.train == (str(folder),)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The real run in small, on the CPU: SmolLM2's own answers, twenty updates, and three ways to measure the drafter.
 
-`draftsmith eval`'s figures, the reference decoder of the wheel `dflash`, and the walk along the target's text must
-agree on tokens and on the target forwards that each answer needs.
+`draftsmith eval`'s figures, the reference decoder of the wheel `dflash`, drafts made by the wheel `speculators`, and
+the walk along the target's text must agree on tokens and on the target forwards that each answer needs.
 """
 
 from __future__ import annotations
@@ -125,6 +125,17 @@ def test_the_reference_decoder_agrees(trained: Trained) -> None:
     assert ours == theirs
     assert our_forwards == their_forwards
     assert abs(compare.tau(ours, our_forwards) - compare.tau(theirs, their_forwards)) <= compare.TOLERANCE
+
+
+@needs_weights
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="speculators needs Python 3.11")
+def test_speculators_agrees(trained: Trained, tmp_path: Path) -> None:
+    compare = script("../compare_with_speculators")
+    prompts = trained.encoded[-1:]  # the one that was learned
+    ours = compare.by_draftsmith(trained.folder, trained.target, prompts, TOKENS)
+    theirs, _ = compare.by_speculators(trained.folder, trained.target, prompts, TOKENS, tmp_path)
+    assert [one.tokens for one in theirs] == [one.tokens for one in ours]
+    assert [one.accepted_per_round for one in theirs] == [one.accepted_per_round for one in ours]
 
 
 def test_preparing_keeps_held_out_prompts_apart() -> None:

@@ -1,8 +1,9 @@
 """The command `draftsmith`: each command parses, calls one function, and prints.
 
 Exit codes: 0 fine, 1 "no" to what was asked (not lossless, the overfit check did not fit), 2 wrong input, 130
-interrupted. People's text goes to stdout, progress to stderr; with `--json`, one JSON object goes to stdout and
-everything else to stderr. What a command needs is imported when it runs, so that `--help` does not wait for torch.
+interrupted, 143 ended by SIGTERM. People's text goes to stdout, progress to stderr; with `--json`, one JSON object goes
+to stdout and everything else to stderr. What a command needs is imported when it runs, so that `--help` does not wait
+for torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import typer
 import draftsmith
 from draftsmith.cli_bench import bench
 from draftsmith.cli_compile import compile_app, doctor
+from draftsmith.cli_data import data_app
+from draftsmith.cli_export import chat, export, import_drafter
+from draftsmith.cli_run import report, status, watch
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,11 +38,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data_app = typer.Typer(help="Make training data.", rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 app.command()(bench)
 app.add_typer(compile_app, name="compile")
 app.command()(doctor)
+app.command()(status)
+app.command()(watch)
+app.command()(report)
+app.command()(export)
+app.command("import")(import_drafter)
+app.command()(chat)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
@@ -93,7 +102,7 @@ def demo(
 @app.command()
 def init(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Directory, hub name, .gguf file, or 'demo'.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="JSON lines of chat messages or plain text.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Conversations: file, folder or dataset.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The config to write.")] = Path("draftsmith.yaml"),
 ) -> int:
     """Write a commented config for a target and a data file; what can be found out is found out."""
@@ -134,8 +143,8 @@ def train(
         with LiveLine() as live:
             result = train_run(run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live)
         report(_training_lines(result), result.to_json())
-    if result.reason == "interrupted":
-        return 130
+    if result.reason in ("interrupted", "terminated"):
+        return 130 if result.reason == "interrupted" else 143
     return 0 if result.succeeded else 1
 
 
@@ -146,6 +155,7 @@ def evaluate_drafter(
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts or messages, or plain lines.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 256,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")] = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -154,6 +164,9 @@ def evaluate_drafter(
     dtype: DType = "auto",
     gguf_file: GgufFile = None,
     trust_remote_code: TrustRemoteCode = False,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Compare the decoder's drafter with the training-time forward instead.")
+    ] = False,
     json_: Json = False,
 ) -> int:
     """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
@@ -164,14 +177,25 @@ def evaluate_drafter(
         asked = read_prompts(prompts)[:limit]
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
 
-        from draftsmith.decode.evaluate import evaluate
+        from draftsmith.decode.evaluate import evaluate, take_turns
         from draftsmith.drafter.native import load_drafter
 
+        model = load_drafter(drafter, frozen.device, frozen.dtype, frozen.geometry.layers)
+        if parity:
+            from draftsmith.export.parity import check_parity, training_text_of
+
+            compared = check_parity(
+                model, frozen, asked, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
+            )
+            live.close()
+            report(compared.lines(), compared.to_json())
+            return 0 if compared.fault is None else 1
         evaluation = evaluate(
-            load_drafter(drafter, frozen.device, frozen.dtype),
+            model,
             frozen,
-            encode_prompts(asked, frozen.tokenizer),
+            encode_prompts(take_turns(frozen, asked, max_new_tokens), frozen.tokenizer),
             max_new_tokens=max_new_tokens,
+            block_size=block_size,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -180,7 +204,7 @@ def evaluate_drafter(
         )
         live.close()
         report(_evaluation_lines(evaluation), evaluation.to_json())
-    return 0 if evaluation.lossless is not False else 1
+    return 0 if evaluation.lossless else 1
 
 
 @data_app.command()
@@ -291,10 +315,16 @@ def _evaluation_lines(evaluation: Evaluation) -> list[str]:
             f"prompt look-up {figures.tau_prompt_lookup:.3f}",
             f"  accepted by slot {slots}",
             f"  speed-up {figures.speedup:.2f}x ({1e3 * figures.seconds_per_token:.2f} ms a token against "
-            f"{1e3 * figures.baseline_seconds_per_token:.2f}, {figures.draft_share:.0%} of it drafting)",
+            f"{1e3 * figures.baseline_seconds_per_token:.2f}); a round takes {1e3 * figures.seconds_per_round:.2f} ms: "
+            f"drafter {figures.draft_share:.0%}, target {figures.target_share:.0%}, "
+            f"rest {1 - figures.draft_share - figures.target_share:.0%}",
         ]
-    if evaluation.lossless is None:
-        lines.append("lossless: not tested, the answers are sampled")
+    if evaluation.distribution is not None:
+        test = evaluation.distribution
+        lines.append(
+            f"lossless: {'yes' if evaluation.lossless else 'NO'} (sampled; {test.tokens} tokens have the target's own "
+            f"distribution, p = {test.p_value:.3g})"
+        )
     else:
         proved = sum(tie.proved for tie in evaluation.ties)
         ties = f"; {proved} of {len(evaluation.ties)} differences are proved argmax ties" if evaluation.ties else ""

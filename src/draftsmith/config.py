@@ -47,26 +47,61 @@ class TargetConfig(Section):
     gguf_file: str | None = Field(
         None, description="name of the GGUF file inside `path`, if it is a directory or hub name"
     )
+    features: str | None = Field(
+        None, description="folder that draftsmith data features wrote; read instead of running the target"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
     trust_remote_code: bool = False
+
+
+class DataSource(Section):
+    """One entry of `data.train` or `data.held_out` that needs more than a path."""
+
+    path: str = Field(description="file, glob pattern, folder, Hugging Face dataset, or '-' for standard input")
+    layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
+        "auto", description="auto: found by inspection, record by record"
+    )
+    columns: dict[str, str] = Field({}, description="our names to the data's, e.g. {prompt: question}")
+    weight: float = Field(
+        1.0, gt=0, le=1000, description="times an epoch; 0.5: half of the conversations, 2: all twice"
+    )
+    split: str | None = Field(None, description="of a dataset; none: train, or everything if it has no splits")
+    subset: str | None = Field(None, description="of a dataset; none: its default")
 
 
 class DataConfig(Section):
     """Conversations and how they become tokens."""
 
-    train: tuple[str, ...] = Field(description="JSON-lines files of chat messages or plain text")
-    held_out: tuple[str, ...] = Field(
+    train: tuple[str | DataSource, ...] = Field(
+        description="files of chats or text (JSON, JSON lines, parquet, arrow; compressed or not), folders, datasets"
+    )
+    held_out: tuple[str | DataSource, ...] = Field(
         (), description="files that are only evaluated; empty: split off `held_out_share`"
     )
     held_out_share: float = Field(0.02, ge=0.0, le=0.5)
     chat_template: str | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
     template_options: dict[str, Any] = Field({}, description="passed to the template, e.g. {enable_thinking: false}")
     too_long: Literal["skip", "truncate"] = Field("truncate", description="conversations longer than rows.length")
+    pack: Literal["on", "off"] = Field("on", description="off: one document a row, for targets that cannot be packed")
+    cache: str | None = Field(None, description="folder of tokenised data; none: the user's cache; 'off': none kept")
 
     @field_validator("train", "held_out", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+        entries = value if isinstance(value, list | tuple) else (value,)
+        return tuple(_data_source(entry) if isinstance(entry, dict) else entry for entry in entries)
+
+
+def _data_source(entry: dict[str, Any]) -> DataSource:
+    """A mapping as a `DataSource`, with one message and not one for each kind that an entry may be."""
+    try:
+        return DataSource.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ValueError(f"unknown key {key!r} (valid: {', '.join(sorted(DataSource.model_fields))})") from None
+        raise ValueError(f"{key}: {first['msg']}") from None
 
 
 class DrafterConfig(Section):
@@ -85,7 +120,9 @@ class DrafterConfig(Section):
     sliding_window: int | None = Field(None, ge=1)
     causal: bool | None = Field(None, description="overrides every layer; none: sliding causal, full bidirectional")
     attention: Literal["auto", "flex", "dense"] = Field("auto", description="auto: flex on CUDA, dense on CPU")
-    init: str | None = Field(None, description="directory of a published drafter to start from")
+    init: str | None = Field(
+        None, description="drafter to start from, z-lab's or speculators' layout; its geometry wins"
+    )
 
     @model_validator(mode="after")
     def _layer_types_fit(self) -> DrafterConfig:
@@ -106,6 +143,29 @@ class RowsConfig(Section):
 
     length: int = Field(3072, ge=16, description="S: context tokens of a row")
     anchors: int = Field(512, ge=1, description="N: anchors of a row")
+
+
+class PerDocument(Section):
+    """How many anchors one document may have, whatever its length."""
+
+    floor: int = Field(0, ge=0, description="at least so many, if so many are eligible")
+    ceiling: int | None = Field(None, ge=1, description="at most so many; none: no limit")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PerDocument:
+        if self.ceiling is not None and self.floor > self.ceiling:
+            raise ValueError(f"the floor {self.floor} is above the ceiling {self.ceiling}")
+        return self
+
+
+class AnchorsConfig(Section):
+    """How the N anchors of a row are drawn."""
+
+    per_document: PerDocument | None = Field(None, description="none: uniformly over the row")
+
+    def limits(self) -> tuple[int, int | None] | None:
+        """Floor and ceiling as `make_draft_batch` takes them."""
+        return None if self.per_document is None else (self.per_document.floor, self.per_document.ceiling)
 
 
 class ObjectiveConfig(Section):
@@ -151,8 +211,15 @@ class TrainingConfig(Section):
     eval_every: int = Field(200, ge=0, description="updates between held-out evaluations; 0: only at the end")
     eval_rows: int = Field(8, ge=0, description="held-out rows of one evaluation")
     save_every: int = Field(500, ge=0, description="updates between checkpoints; 0: only at the end")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_every: int = Field(
+        0, ge=0, description="checkpoints at multiples of so many updates are kept for ever; 0: none"
+    )
+    grace: float = Field(25.0, gt=0, description="seconds from SIGTERM in which the run saves and ends")
     tensorboard: bool = True
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = Field(
+        (), description="further trackers; each needs its extra, draftsmith[wandb] and so on"
+    )
 
 
 class PipelineConfig(Section):
@@ -181,6 +248,18 @@ class CompileConfig(Section):
     evidence_every: int = Field(1000, ge=0, description="updates between profiled ones; 0: only the first")
 
 
+class DecodingConfig(Section):
+    """True τ while training: fixed prompts, decoded with the weights of the moment by a process of their own."""
+
+    every: int = Field(0, ge=0, description="updates between decodings; 0: none")
+    prompts: str | None = Field(None, description="file of prompts; none: taken from held-out conversations")
+    limit: int = Field(8, ge=1, description="prompts")
+    max_new_tokens: int = Field(96, ge=2, description="length limit of an answer")
+    device: str | None = Field(None, description="none: a GPU without a role, else the first target's device")
+    bound: float = Field(0.05, gt=0, description="share by which decoding and the training forward may differ")
+    on_disagreement: Literal["error", "warn"] = Field("error", description="error: save, then end the run")
+
+
 class RunConfig(Section):
     """Everything a run needs, in one frozen value."""
 
@@ -188,11 +267,13 @@ class RunConfig(Section):
     data: DataConfig
     drafter: DrafterConfig = DrafterConfig()
     rows: RowsConfig = RowsConfig()
+    anchors: AnchorsConfig = AnchorsConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
     compile: CompileConfig = CompileConfig()
+    decoding: DecodingConfig = DecodingConfig()
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
@@ -212,9 +293,11 @@ class RunConfig(Section):
         return self
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides what is learned; where the run is written does not count."""
-        content = self.model_dump(mode="json")
-        content["training"].pop("output")
+        """Hash of everything that decides what is learned; where, how often and how long it is kept does not count."""
+        content = self.model_dump(mode="json", exclude={"decoding"})
+        for name in ("output", "save_every", "keep", "keep_every", "grace", "tensorboard", "trackers"):
+            content["training"].pop(name)
+        content["data"].pop("cache")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

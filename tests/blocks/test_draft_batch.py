@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.blocks import Document, DraftBatch, LayerKind, Row, make_draft_batch, pack_row
+from draftsmith.blocks.batch import draw_anchors, eligible_anchors
 
 MASK_TOKEN = 5000
 
@@ -218,3 +219,33 @@ def test_pack_row() -> None:
     assert (row.number, row.real_tokens) == (12, 5)
     with pytest.raises(AssertionError):
         row_of(["xxx", "xxx"], 5)
+
+
+def test_a_floor_and_a_ceiling_per_document() -> None:
+    lengths = [4, 60, 9, 30, 2, 100]  # eligible anchors: one less each, all tokens being taught
+    documents = [Document(torch.arange(n), torch.ones(n, dtype=torch.bool), str(i)) for i, n in enumerate(lengths)]
+    row = pack_row(0, documents, 256)
+    eligible = [length - 1 for length in lengths]
+
+    def drawn(count: int, seed: int, floor: int, ceiling: int | None) -> list[int]:
+        chosen = draw_anchors(row, count, (seed,), (floor, ceiling))
+        assert chosen.tolist() == sorted(set(chosen.tolist()))
+        assert eligible_anchors(row)[chosen].all()
+        return torch.bincount(row.document_S[chosen], minlength=6).tolist()
+
+    for seed in range(20):
+        counts = drawn(64, seed, 5, 20)
+        assert sum(counts) == 64
+        assert all(min(5, most) <= count <= min(20, most) for count, most in zip(counts, eligible, strict=True))
+        # The ceiling leaves anchors unused rather than being passed.
+        assert drawn(200, seed, 5, 20) == [min(20, most) for most in eligible]
+        # Too few for all floors: nobody gets more than its floor.
+        assert all(count <= min(5, most) for count, most in zip(drawn(12, seed, 5, None), eligible, strict=True))
+        assert sum(drawn(12, seed, 5, None)) == 12
+    assert drawn(500, 0, 0, None) == eligible
+    # Without a floor and a ceiling it is uniform over the row, as without them.
+    totals = np.sum([drawn(40, seed, 0, None) for seed in range(500)], axis=0)
+    expected = 40 * 500 * np.array(eligible) / sum(eligible)
+    assert np.abs(totals - expected).max() < 5 * np.sqrt(expected.max())
+    assert draw_anchors(row, 30, (1,), (2, 9)).tolist() == draw_anchors(row, 30, (1,), (2, 9)).tolist()
+    assert draw_anchors(row, 30, (1,), (2, 9)).tolist() != draw_anchors(row, 30, (2,), (2, 9)).tolist()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from draftsmith.data.conversations import Conversation, read_conversations
+from draftsmith.data import formats
+from draftsmith.data.conversations import Conversation, read_conversations, write_head
 from draftsmith.errors import UserError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -53,7 +55,8 @@ BROKEN = [
     ('{"messages": [', "not valid JSON"),
     ("[" * 200_000, "not JSON that can be read"),
     ("17", "a int, not a conversation"),
-    ({"prompt": "x"}, "has neither messages nor text (keys: 'prompt')"),
+    ({"id": 3, "title": "x"}, "no known layout (keys: 'id', 'title')"),
+    ({"prompt": 3}, "prompt is a int"),
     ({"text": 3}, "text is a int"),
     ({"messages": {"role": "user"}}, "messages is a dict"),
     ({"messages": [CHAT[0], "hello"]}, "message 2 is a str"),
@@ -62,10 +65,18 @@ BROKEN = [
     ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role ['user']"),
     ({"messages": [{"role": "user"}]}, "message 1 has no content"),
     ({"messages": [{"role": "user", "content": 5}]}, "content of message 1 is a int"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part of type 'image_url'"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content part of type 'text'"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "content part of type 'str'"),
-    ({"messages": CHAT, "tools": "forge"}, "tools is not a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content part of type 'text' without text"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "content part of type 'int'"),
+    ({"messages": CHAT, "tools": "forge"}, "tools is a string that is not JSON"),
+    ({"messages": CHAT, "tools": {"name": "forge"}}, "tools is not a list"),
+    ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": "f()"}]}, "tool_calls of message 2"),
+    ({"conversations": "x"}, "conversations is a str"),
+    ({"conversations": [{"from": "human", "value": "x"}, "y"]}, "turn 2 is a str"),
+    ({"conversations": [{"value": "x"}]}, "turn 1 has no 'from'"),
+    ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 is from the unknown 'narrator'"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1 is a function call, but no JSON"),
+    ({"instruction": ["x"], "output": "y"}, "instruction is a list"),
+    ({"instruction": "x", "output": "y", "history": ["z"]}, "history is not a list of"),
 ]
 
 
@@ -86,14 +97,16 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
         list(read_conversations([path]))
 
 
-def test_missing_empty_and_directory(tmp_path: Path) -> None:
+def test_missing_and_empty(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     write(tmp_path / "blank.jsonl", "", "  ")
+    (tmp_path / "folder").mkdir()
     for name, says in [
         ("none.jsonl", "no such data file"),
         ("empty.jsonl", "is empty"),
         ("blank.jsonl", "is empty"),
-        (".", "is a directory"),
+        ("folder", "is a directory without data files"),
+        ("*.parquet", "no such data file"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
             list(read_conversations([tmp_path / name]))
@@ -112,21 +125,24 @@ def test_a_file_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_disk_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing:
-        def __enter__(self) -> Failing:
-            return self
+    class Failing(io.RawIOBase):
+        reads = 0
 
-        def __exit__(self, *_: object) -> None:
-            pass
+        def readable(self) -> bool:
+            return True
 
-        def __iter__(self):
-            yield b'{"text": "one"}\n'
-            yield b'{"text": "two"}\n'
-            raise OSError(5, os.strerror(5))
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            self.reads += 1
+            if self.reads == 3:
+                raise OSError(5, os.strerror(5))
+            line = b'{"text": "one"}\n'
+            buffer[: len(line)] = line
+            return len(line)
 
-    monkeypatch.setattr(Path, "open", lambda *_, **__: Failing())
-    read = read_conversations(["a.jsonl"])
-    assert [next(read).text, next(read).text] == ["one", "two"]
+    write(tmp_path / "a.jsonl", {"text": "x"})
+    monkeypatch.setattr(formats, "open_bytes", lambda _path: io.BufferedReader(Failing()))
+    read = read_conversations([tmp_path / "a.jsonl"])
+    assert [next(read).text, next(read).text] == ["one", "one"]
     with pytest.raises(UserError, match=r"a.jsonl:3: cannot be read: Input/output error"):
         next(read)
 
@@ -150,3 +166,15 @@ def test_a_length_limit_is_read(tmp_path: Path) -> None:
     lines = [f'{{"messages": {messages}, "finish_reason": "{reason}"}}' for reason in ("length", "stop")]
     path.write_text("\n".join([*lines, f'{{"messages": {messages}}}']))
     assert [conversation.cut for conversation in read_conversations([path])] == [True, False, False]
+
+
+def test_the_head_of_any_data_as_json_lines(tmp_path: Path) -> None:
+    tools = [{"name": "forge"}]
+    first = write(tmp_path / "a.jsonl", {"conversations": [{"from": "human", "value": "Hi"}]}, {"text": "plain"})
+    second = write(tmp_path / "b.jsonl", {"messages": CHAT, "tools": tools}, {"text": "never"})
+    write_head([first, second], 3, tmp_path / "head.jsonl")
+    assert [(c.messages, c.text, c.tools) for c in read_conversations([tmp_path / "head.jsonl"])] == [
+        ([CHAT[0]], None, None),
+        (None, "plain", None),
+        (CHAT, None, tools),
+    ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from draftsmith.blocks.row import Row
-from draftsmith.data.stream import DocumentStore, RowSource
+from draftsmith.data.stream import DocumentStore, RowSource, TokenPart
 
 S = 32
 
@@ -17,18 +19,31 @@ S = 32
 def make_store(count: int = 50, seed: int = 0) -> DocumentStore:
     """Document d holds the token d, 2 to 32 times."""
     lengths = np.random.default_rng(seed).integers(2, S + 1, count)
+    tokens = np.repeat(np.arange(count), lengths).astype(np.int32)
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    half = count // 2  # two files, the second counts its tokens from 0 again
+    cut = starts[half]
+    pieces = ((tokens[:cut], mask[:cut]), (tokens[cut:], mask[cut:]))
+    second = np.arange(count) >= half
     return DocumentStore(
-        tokens=np.repeat(np.arange(count), lengths).astype(np.int32),
-        loss_mask=np.concatenate([np.arange(length) > 0 for length in lengths]),
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
-        file_of=np.arange(count, dtype=np.int32) % 2,
-        line_of=np.arange(count, dtype=np.int32) + 1,
-        files=("a.jsonl", "b.jsonl"),
+        parts=[
+            TokenPart(name, *piece, hashlib.sha256(piece[0].tobytes() + piece[1].tobytes()).hexdigest())
+            for name, piece in zip(("a.jsonl", "b.jsonl"), pieces, strict=True)
+        ],
+        part_D=second.astype(np.int32),
+        start_D=starts[:-1] - np.where(second, cut, 0),
+        length_D=lengths.astype(np.int32),
+        number_D=np.arange(count, dtype=np.int32) + 1,
     )
 
 
-def source(store: DocumentStore, seed: int = 0) -> RowSource:
-    return RowSource(store, np.arange(store.starts.size - 1), length=S, seed=seed)
+def all_tokens(store: DocumentStore) -> list[int]:
+    return [token for part in store.parts for token in part.tokens.tolist()]
+
+
+def source(store: DocumentStore, seed: int = 0, **how: bool) -> RowSource:
+    return RowSource(store, np.arange(store.length_D.size), length=S, seed=seed, **how)
 
 
 def equal(a: Row, b: Row) -> bool:
@@ -46,9 +61,9 @@ def test_an_epoch_holds_every_token_once() -> None:
             assert row.number == number
             assert row.tokens_S.shape == (S,)
             tokens += row.tokens_S[row.document_S >= 0].tolist()
-        assert sorted(tokens) == store.tokens.tolist()
-    assert rows.real_tokens_per_epoch == store.tokens.size
-    assert rows.waste == 1 - store.tokens.size / (rows.rows_per_epoch * S)
+        assert sorted(tokens) == all_tokens(store)
+    assert rows.real_tokens_per_epoch == store.length_D.sum()
+    assert rows.waste == 1 - store.length_D.sum() / (rows.rows_per_epoch * S)
     assert rows.documents == 50
 
 
@@ -64,7 +79,7 @@ def test_documents_keep_their_mask_name_and_positions() -> None:
     for packed in range(rows.rows_per_epoch):
         for document in rows.row_documents(packed):
             number = int(document.tokens[0])
-            assert document.name == f"{'ab'[number % 2]}.jsonl:{number + 1}"
+            assert document.name == f"{'ab'[number >= 25]}.jsonl:{number + 1}"
 
 
 def test_every_epoch_and_seed_has_its_own_order_of_the_same_rows() -> None:
@@ -91,16 +106,38 @@ def test_the_fingerprint_changes_with_everything_that_changes_rows() -> None:
     store = make_store()
     same = source(make_store()).fingerprint()
     assert source(store).fingerprint() == same
-    one_masked = make_store()
-    one_masked.loss_mask[1] = False
+    shorter = make_store()
+    shorter.length_D[3] -= 1
+    changed = make_store()
+    changed = replace(changed, parts=[changed.parts[0], changed.parts[1]._replace(digest="other")])
     others = [
         source(store, seed=1),
         RowSource(store, np.arange(49), length=S, seed=0),
         RowSource(store, np.arange(50), length=S + 1, seed=0),
-        source(one_masked),
+        source(shorter),
+        source(changed),
+        source(store, packed=False),
         source(make_store(seed=1)),
     ]
-    assert len({same, *(other.fingerprint() for other in others)}) == 6
+    assert len({same, *(other.fingerprint() for other in others)}) == 8
+
+
+def test_unpacked_is_one_document_a_row() -> None:
+    store = make_store()
+    rows = source(store, packed=False)
+    assert rows.rows_per_epoch == 50
+    assert [d.name for i in range(50) for d in rows.row_documents(i)] == [store.document(i).name for i in range(50)]
+    seen = [rows.row(number) for number in range(50)]
+    assert all(row.document_S.max() == 0 for row in seen)
+    assert sorted(token for row in seen for token in row.tokens_S[row.document_S >= 0].tolist()) == all_tokens(store)
+    assert rows.waste == 1 - store.length_D.sum() / (50 * S)
+
+
+def test_a_document_given_twice_is_there_twice() -> None:
+    store = make_store(4)
+    rows = RowSource(store, np.array([0, 1, 1, 3]), length=S, seed=0)
+    found = [d.name for i in range(rows.rows_per_epoch) for d in rows.row_documents(i)]
+    assert sorted(found) == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:2", "b.jsonl:4"]
 
 
 def test_no_documents_and_negative_rows_are_faults() -> None:

@@ -23,7 +23,7 @@ from toy_tokenizer import (
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.blocks.row import Document
-from draftsmith.data import template as reasons
+from draftsmith.data import problems as reasons
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.template import Tokeniser, tokenise
 from draftsmith.errors import UserError
@@ -128,13 +128,53 @@ def test_turns_that_are_not_rewritten_share_a_document() -> None:
     assert taught == [["<think>\nhm\n</think>\n\nNo<|im_end|>"], ["Yes<|im_end|>", "Fine<|im_end|>"]]
 
 
-def test_template_options_reach_the_generation_prompt() -> None:
-    # With thinking off the prompt ends in an empty thought, which the rendering does not have: refused.
+def test_an_empty_thought_that_the_prompt_writes_and_history_leaves_out() -> None:
+    # With thinking off the server feeds an empty thought; as history the template takes it away, as it does all.
     tokenizer = build_tokenizer(THINKING)
-    refused = tokenise(chat("One?", "Yes"), tokenizer, template_options={"enable_thinking": False})
-    assert refused.refusal == (reasons.NOT_A_CONTINUATION, "assistant turn 1")
-    used = tokenise(chat("One?", "<think>\n\n</think>\n\nYes"), tokenizer, template_options={"enable_thinking": False})
-    assert taught_text(tokenizer, used.documents[0]) == ["Yes<|im_end|>"]
+    start = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+    for recorded in ("Yes", "<think>\n\n</think>\n\nYes"):
+        used = tokenise(chat("One?", recorded), tokenizer, template_options={"enable_thinking": False})
+        (document,) = used.documents
+        assert lists(document) == pieces(tokenizer, (start + "<think>\n\n</think>\n\n", False), ("Yes<|im_end|>", True))
+    # A thought of its own is not what a model with thinking off would say.
+    thought = tokenise(
+        chat("One?", "<think>\nhm\n</think>\n\nYes"), tokenizer, template_options={"enable_thinking": False}
+    )
+    assert thought.refusal == (reasons.NOT_A_CONTINUATION, "assistant turn 1")
+
+
+def test_thoughts_that_the_template_never_shows_were_generated_all_the_same() -> None:
+    # Thoughts are removed from every turn, the last one too; a second template opens them in the prompt as well.
+    for opened in ("", "<think>\n"):
+        hides = THINKING.replace("and not loop.last ", "").partition("{% if add_generation_prompt")[0]
+        tokenizer = build_tokenizer(
+            hides + "{% if add_generation_prompt %}<|im_start|>assistant\n" + opened + "{% endif %}"
+        )
+        result = tokenise(chat("One?", "<think>\nhm\n</think>\n\nYes", "Two?", "<think>\nha</think>No"), tokenizer)
+        assert not result.untaught
+        user = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+        history = user.format("One?") + "Yes<|im_end|>\n" + user.format("Two?") + opened
+        thoughts = [
+            f"<think>\n{rest}<|im_end|>".removeprefix(opened) for rest in ("hm\n</think>\n\nYes", "ha</think>No")
+        ]
+        assert [lists(document) for document in result.documents] == [
+            pieces(tokenizer, (user.format("One?") + opened, False), (thoughts[0], True)),
+            pieces(tokenizer, (history, False), (thoughts[1], True)),
+        ]
+
+
+def test_arguments_of_calls_come_in_the_form_that_the_template_wants() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+    messages = [{"role": "user", "content": "Add"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + ' ' }}ARGUMENTS{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for expression in ("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"):
+        tokenizer = build_tokenizer(body.replace("ARGUMENTS", expression))
+        (document,) = tokenise(Conversation("a:1", messages=messages), tokenizer).documents
+        assert taught_text(tokenizer, document) == ['add {"a": 1, "b": "é"}<|im_end|>']
 
 
 def test_a_prompt_that_the_answer_does_not_continue_is_refused() -> None:

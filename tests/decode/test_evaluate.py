@@ -21,7 +21,14 @@ STOPS = (7, 9)
 
 def run(accepted: list[int], drafted: list[int], stood: list[int], seconds: float) -> Decoded:
     return Decoded(
-        list(range(1 + sum(accepted))), "length", accepted, drafted, stood, seconds=seconds, draft_seconds=seconds / 4
+        list(range(1 + sum(accepted))),
+        "length",
+        accepted,
+        drafted,
+        stood,
+        seconds=seconds,
+        draft_seconds=seconds / 4,
+        target_seconds=seconds / 2,
     )
 
 
@@ -42,6 +49,8 @@ def test_figures_are_what_the_rounds_say() -> None:
     assert figures.seconds_per_token == pytest.approx((4 / 8 + 1 / 2) / 2)
     assert figures.speedup == pytest.approx(((16 / 8 + 2 / 2) / 2) / ((4 / 8 + 1 / 2) / 2))
     assert figures.draft_share == pytest.approx(1 / 4)
+    assert figures.target_share == pytest.approx(1 / 2)
+    assert figures.seconds_per_round == pytest.approx(5 / 4)
     assert figures.tau_prompt_lookup == pytest.approx((1 + 1 + 2 + 4 + 1 + 1) / 6)
 
 
@@ -76,11 +85,16 @@ def test_evaluation_of_a_float32_drafter() -> None:
     assert (result.not_looping.answers if result.not_looping else 0) == fresh
 
 
-def test_sampled_evaluation_makes_no_claim_of_equal_tokens() -> None:
+def test_sampled_evaluation_tests_the_distribution() -> None:
     target, drafter = tiny_target(vocab=11), tiny_drafter(vocab=11)
-    result = evaluate(drafter, target, random_prompts(2, vocab=11), max_new_tokens=12, temperature=1.0)
-    assert result.lossless is None
+    result = evaluate(drafter, target, random_prompts(6, vocab=11), max_new_tokens=40, temperature=1.0, stop_ids=())
+    assert result.distribution is not None
+    assert result.distribution.tokens == 6 * 40
+    assert result.lossless is (result.distribution.p_value >= 1e-3) is True
     assert result.setting["temperature"] == 1.0
+    # Every prompt has random numbers of its own: the same prompt twice is not the same answer twice.
+    twice = evaluate(drafter, target, [[1, 2, 3]] * 2, max_new_tokens=20, temperature=1.0, stop_ids=())
+    assert twice.decoded[0].tokens != twice.decoded[1].tokens
 
 
 def test_no_prompts_is_an_error() -> None:

@@ -194,12 +194,12 @@ def test_wrong_requests_are_named(prompt: list[int], options: dict[str, Any], me
         decode(tiny_target(layers=1), prompt, GreedyProposer(), **options)
 
 
-def test_recurrent_targets_and_wrong_block_sizes_are_refused() -> None:
+def test_unknown_layers_and_wrong_block_sizes_are_refused() -> None:
     target = tiny_target()
     with pytest.raises(UserError, match="block size 7"):
         DrafterProposer(tiny_drafter(block_size=6), target.head(), block_size=7)
-    target.model.config.layer_types = ["linear_attention", *target.model.config.layer_types[1:]]
-    with pytest.raises(UserError, match="linear_attention"):
+    target.model.config.layer_types = ["hybrid", *target.model.config.layer_types[1:]]
+    with pytest.raises(UserError, match="hybrid"):
         decode(target, [1, 2], GreedyProposer(), max_new_tokens=3)
 
 

@@ -142,7 +142,7 @@ def test_rope_theta_may_stand_in_rope_parameters(tmp_path: Path) -> None:
         ({"rope_theta": None, "rope_parameters": None}, "rope_theta is missing"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"dflash_config": {"target_layer_ids": [1, 4, 6]}}, "mask_token_id is missing"),
-        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         (
             {"sliding_window": None, "dflash_config": {"target_layer_ids": [1, 4, 6], "mask_token_id": 3}},

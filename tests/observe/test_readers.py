@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.observe.picture import draw_run, read_curves
+from draftsmith.observe.picture import draw_run, read_curves, visible_top
 from draftsmith.observe.tensorboard import TensorBoard, write_tensorboard
 
 
@@ -92,3 +92,12 @@ def test_watching_imports_no_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'tensorboard')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_loud_start_does_not_flatten_the_curve() -> None:
+    calm = [2.0 + 1.0 / (step + 1) for step in range(100)]
+    assert visible_top(calm) is None
+    assert visible_top([46.0, 40.0, 9.0, *calm]) == pytest.approx(1.1 * max(calm[7:]))
+    assert visible_top([46.0, 2.0]) is None, "two points are all there is to show"
+    spiking = [*calm, 40.0]
+    assert visible_top(spiking) is None, "what happens later stays in the picture"

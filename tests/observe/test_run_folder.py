@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError
-from draftsmith.observe import run_folder
+from draftsmith.observe import lock
 from draftsmith.observe.run_folder import check_run_folder, next_free, open_run_folder
 
 
@@ -132,7 +132,7 @@ def test_two_holders_are_refused_also_across_processes(tmp_path: Path) -> None:
         (Path, "mkdir", errno.EROFS),
         (os, "open", errno.EACCES),
         (os, "replace", errno.ENOSPC),
-        (run_folder.fcntl, "flock", errno.ENOLCK),
+        (lock.fcntl, "flock", errno.ENOLCK),
         (os, "fsync", errno.EIO),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
+from draftsmith.pipeline import progress as progress_module
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.run import train
@@ -221,6 +222,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(tiny_run, monkeypatch: p
 
 def test_a_last_checkpoint_that_cannot_be_written_is_said(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "save_checkpoint", no_space)
+    monkeypatch.setattr(progress_module, "LAST_SAVE_SECONDS", 0.0)
     with pytest.raises(UserError, match="checkpoint of step 4 could not be written: No space left"):
         train(tiny_run("never"))
 

@@ -8,7 +8,7 @@ Letters: S context tokens, N anchors, B slots of a block, Q = N·B, M head chunk
 Rules:
 - An anchor a is eligible iff a and a+1 are both assistant tokens of one document. N are drawn uniformly without
   replacement and sorted; where fewer are eligible the rest are padding anchors, which see their own block and weigh
-  nothing.
+  nothing. A floor and a ceiling per document may bend that: see `draw_anchors`.
 - Slot 0 of a block holds token a, slots 1..B-1 hold MASK. Slot k ≥ 1 is taught token a+k while the document lasts and
   every slot before it was taught: decoding cannot reach a token behind a hole.
 """
@@ -96,6 +96,7 @@ def make_draft_batch(
     kinds: tuple[LayerKind, ...],
     seed: tuple[int, ...],
     with_tiles: bool,
+    per_document: tuple[int, int | None] | None = None,
 ) -> DraftBatch:
     """Draws anchors and lays out one row's draft work.
 
@@ -109,11 +110,12 @@ def make_draft_batch(
         kinds: the layer kinds that occur in the drafter.
         seed: decides the anchors, e.g. (seed, epoch, row number).
         with_tiles: also list mask tiles (for the block-sparse kernel).
+        per_document: floor and ceiling of the anchors of one document, see `draw_anchors`.
     """
     assert chunk >= block_size - 1, f"a chunk of {chunk} slots cannot hold a block of {block_size}"
     length = row.tokens_S.numel()
     end_S = document_ends(row.document_S)
-    chosen = draw_anchors(row, anchors, seed)
+    chosen = draw_anchors(row, anchors, seed, per_document)
     valid_N = torch.zeros(anchors, dtype=torch.bool)
     valid_N[: chosen.numel()] = True
     anchors_N = torch.zeros(anchors, dtype=torch.int64)
@@ -178,13 +180,32 @@ def eligible_anchors(row: Row) -> Tensor:
     return eligible
 
 
-def draw_anchors(row: Row, count: int, seed: tuple[int, ...]) -> Tensor:
-    """Up to `count` eligible indices, uniform without replacement, ascending, int64."""
+def draw_anchors(
+    row: Row, count: int, seed: tuple[int, ...], per_document: tuple[int, int | None] | None = None
+) -> Tensor:
+    """Up to `count` eligible indices, ascending, int64.
+
+    Uniform over the row without replacement. With `per_document` = (floor, ceiling) every document first gets `floor`
+    anchors, or as many as are eligible in it; what is left of `count` is drawn uniformly from the rest, but no document
+    gets more than `ceiling` (None: no limit). Where `count` is less than all floors together, it is drawn from those.
+    """
     candidates = eligible_anchors(row).nonzero()[:, 0]
-    if candidates.numel() <= count:
-        return candidates
-    picked = np.random.default_rng(seed).choice(candidates.numel(), size=count, replace=False)
-    return candidates[torch.from_numpy(np.sort(picked))]
+    if per_document is None:
+        if candidates.numel() <= count:
+            return candidates
+        picked = np.random.default_rng(seed).choice(candidates.numel(), size=count, replace=False)
+        return candidates[torch.from_numpy(np.sort(picked))]
+    floor, ceiling = per_document
+    document = row.document_S[candidates].numpy()
+    key = np.random.default_rng(seed).random(document.size)
+    by_document = np.lexsort((key, document))
+    _, first, members = np.unique(document, return_index=True, return_counts=True)
+    rank = np.empty(document.size, dtype=np.int64)  # of an anchor among those of its document, at random
+    rank[by_document] = np.arange(document.size) - np.repeat(first, members)
+    order = np.lexsort((key, rank >= floor))
+    if ceiling is not None:
+        order = order[rank[order] < ceiling]
+    return candidates[torch.from_numpy(np.sort(order[:count]))]
 
 
 def chunk_whole_blocks(taught_NB: Tensor, chunk: int) -> Tensor:

@@ -3,9 +3,10 @@
 from draftsmith.data.conversations import Conversation, read_conversations
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.data.packing import pack
+from draftsmith.data.problems import Problem
 from draftsmith.data.report import DataReport, Incident, PartReport
 from draftsmith.data.stream import RowSource
-from draftsmith.data.template import Problem, Tokenised, Tokeniser, tokenise
+from draftsmith.data.template import Tokenised, Tokeniser, tokenise
 
 __all__ = [
     "Conversation",

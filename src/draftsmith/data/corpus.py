@@ -1,50 +1,55 @@
 """From data files to a stream of training rows and a held-out one.
 
-Conversations are read, tokenised in batches, held against S, and laid into flat arrays; then the held-out share is
-split off and each part is packed once. Whatever cannot be used is reported with its place and reason; it is an error
-only when nothing is left.
+Every file becomes a table of tokens (`tables`, made once and kept on disk). Here the tables are held against S, the
+held-out share is split off, weights are applied, and each part is packed once. Whatever cannot be used is reported with
+its place and reason; it is an error only when nothing is left.
 
 Held out is decided by the content of a conversation alone: its 64-bit hash falls below the share or it does not.
 Reordering, adding or removing lines moves no other conversation across, duplicates stay together, and so do all
 documents of one conversation. If hashing leaves one side of a small corpus empty, the conversation with the smallest
 (largest) hash goes there, which order does not change either.
 
-Cost: one pass over the files. Memory: 5 bytes per token (int32 and the mask) and about 60 per document; the tokenizer
-is the bottleneck and runs on all its threads.
+A weight w gives every conversation of its entry ⌊w⌋ places in an epoch, and one more to a share of them that is chosen
+by content too, the same in every epoch. Held-out rows know no weights.
+
+Cost: tokenising new files, then one pass over the masks and the packing, about two seconds a million documents.
+Memory: about 60 bytes a document while it is made and 30 afterwards; tokens stay on disk.
 """
 
 from __future__ import annotations
 
-from array import array
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from draftsmith.blocks.row import Document
-from draftsmith.config import DataConfig
-from draftsmith.data.conversations import Conversation, read_conversations
+from draftsmith.config import DataConfig, DataSource
+from draftsmith.data.places import DataFile, as_sources, find_files
 from draftsmith.data.report import (
     REFUSED,
     TRUNCATED,
     UNTAUGHT,
     DataReport,
     Incident,
+    Incidents,
     PartReport,
-    describe_incidents,
+    Spread,
 )
-from draftsmith.data.stream import DocumentStore, RowSource
-from draftsmith.data.template import Tokenised, Tokeniser, make_document
+from draftsmith.data.stream import DocumentStore, RowSource, TokenPart
+from draftsmith.data.tables import TableCache, TokenTable
+from draftsmith.data.template import Tokeniser
 from draftsmith.errors import UserError
 
 TOO_LONG = "longer than a row"
 HELD_OUT_TWIN = "is in the held-out files as well"
 
-_BATCH = 512  # conversations tokenised at one time …
-_BATCH_CHARACTERS = 4_000_000  # … unless they are long
+_PIECE = 1 << 23  # tokens whose masks are counted at one time
+_FRACTION_MIX = np.uint64(0x9E3779B97F4A7C15)  # any odd number: the share of a weight is not the held-out share again
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Corpus:
         train: stream of training rows.
         held_out: stream of held-out rows, None if there is no held-out share.
         report: what became of every conversation.
-        used_ids: bool [at least the tokenizer's length]; true for ids that occur, held-out rows included.
+        used_ids: bool [at least the tokenizer's length]; true for ids that occur in the data, held-out data and what
+            was cut off included.
     """
 
     train: RowSource
@@ -88,24 +94,46 @@ def prepare_corpus(
     Raises:
         UserError: a file is missing, empty, unreadable or broken; the template is invalid; nothing usable remains.
     """
+    tokeniser = make_tokeniser(data, tokenizer, stop_ids)
+    cache = TableCache(data.cache, tokeniser)
+    done = [0]
+
+    def read(entries: Sequence[str | DataSource]) -> list[_Part]:
+        parts = []
+        for file in find_files(entries):
+            told = None if progress is None else lambda count, before=done[0]: progress(before + count)
+            table = cache.table(file, told)
+            done[0] += table.facts["conversations"]
+            parts.append(_Part(file, table))
+        return parts
+
+    held_parts, train_parts = read(data.held_out), read(data.train)
+    for part in held_parts:
+        part.fit(length, data.too_long)
+    _refuse_empty(held_parts, data.held_out)
+    twins = np.unique(np.concatenate([part.used_keys for part in held_parts])) if held_parts else None
+    for part in train_parts:
+        if twins is not None:
+            part.refuse_twins(twins)
+        part.fit(length, data.too_long)
+    _refuse_empty(train_parts, data.train)
+    return _assemble(held_parts, train_parts, cache, data, length=length, seed=seed, block_size=block_size)
+
+
+def make_tokeniser(data: DataConfig, tokenizer: Any, stop_ids: Sequence[int] = ()) -> Tokeniser:
+    """The tokeniser that `data` asks for.
+
+    Raises:
+        UserError: the template file is missing or unreadable, or an option has a reserved name.
+    """
     template, name = _read_template(data.chat_template)
-    tokeniser = Tokeniser(
+    return Tokeniser(
         tokenizer,
         chat_template=template,
         template_options=data.template_options,
         stop_ids=stop_ids,
         template_name=name,
     )
-    builder = _Builder(tokeniser, (*data.train, *data.held_out), length, block_size, data.too_long, progress)
-    if data.held_out:
-        builder.read(data.held_out)
-        twins, held_out_conversations = frozenset(builder.keys), len(builder.keys)
-        builder.read(data.train, twins)
-        held_out = np.arange(len(builder.keys)) < held_out_conversations
-    else:
-        builder.read(data.train)
-        held_out = choose_held_out(np.frombuffer(builder.keys, dtype=np.uint64), data.held_out_share)
-    return builder.finish(held_out, seed)
 
 
 def choose_held_out(keys: np.ndarray, share: float) -> np.ndarray:
@@ -128,188 +156,229 @@ def choose_held_out(keys: np.ndarray, share: float) -> np.ndarray:
     return chosen
 
 
-class _Builder:
-    """Grows the flat arrays; one entry per token, per document, and per used conversation."""
+@dataclass
+class _Part:
+    """One file's table, held against S. Letters as in `TokenTable`.
 
-    def __init__(
-        self,
-        tokeniser: Tokeniser,
-        files: tuple[str, ...],
-        length: int,
-        block_size: int,
-        too_long: Literal["skip", "truncate"],
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self.tokeniser, self.files, self.length = tokeniser, files, length
-        self.block_size, self.too_long, self.progress = block_size, too_long, progress
-        self.incidents: list[Incident] = []
-        self.read_count = self.plain_text = self.split = 0
-        self.keys = array("Q")  # of used conversations
-        self.tokens, self.mask, self.starts = array("i"), bytearray(), array("q", [0])
-        self.file_of, self.line_of, self.conversation_of = array("i"), array("i"), array("i")
-        self.taught, self.anchors, self.slots = array("q"), array("q"), array("q")
-        self.used_ids = np.zeros(len(tokeniser.tokenizer), dtype=bool)
+    Attributes:
+        dropped_C: conversations of which nothing is used.
+        kept_D: documents that are used.
+        length_D: their tokens, after truncation.
+        late: incidents that depend on S or on other files, in reading order.
+    """
 
-    def read(self, paths: Sequence[str], twins: frozenset[int] = frozenset()) -> None:
-        """Adds the files; conversations whose key is in `twins` are refused.
+    file: DataFile
+    table: TokenTable
+    dropped_C: np.ndarray = field(init=False)
+    kept_D: np.ndarray = field(init=False)
+    length_D: np.ndarray = field(init=False)
+    late: list[tuple[int, str, str, str]] = field(default_factory=list)
 
-        Raises:
-            UserError: broken files, or nothing usable in all of them.
-        """
-        before, incidents_before = len(self.keys), len(self.incidents)
-        for batch in _batches(read_conversations(paths)):
-            keys = [conversation.key() for conversation in batch]
-            for conversation, key in zip(batch, keys, strict=True):
-                if key in twins:
-                    self.incidents.append(Incident(conversation.source, REFUSED, HELD_OUT_TWIN))
-            fresh = [(c, key) for c, key in zip(batch, keys, strict=True) if key not in twins]
-            for tokenised, (_, key) in zip(self.tokeniser([c for c, _ in fresh]), fresh, strict=True):
-                self._add(tokenised, key)
-            self.read_count += len(batch)
-            self.plain_text += sum(conversation.messages is None for conversation in batch)
-            if self.progress is not None:
-                self.progress(self.read_count)
-        if len(self.keys) == before:
-            reasons = "; ".join(describe_incidents(self.incidents[incidents_before:]))
-            raise UserError(f"no usable conversation ({reasons})", where=", ".join(paths))
+    def __post_init__(self) -> None:
+        self.dropped_C = np.zeros(self.table.keys_C.size, dtype=bool)
+        self.kept_D = np.ones(self.table.number_D.size, dtype=bool)
+        self.length_D = np.diff(self.table.starts_D).astype(np.int32)
 
-    def _add(self, tokenised: Tokenised, key: int) -> None:
-        source, refusal = tokenised.source, tokenised.refusal
-        documents = [fitted for document in tokenised.documents if (fitted := self._fit(document)) is not None]
-        if refusal is not None:
-            self.incidents.append(Incident(source, REFUSED, refusal.reason, refusal.detail))
-            return
-        longest = max(len(document) for document in tokenised.documents)
-        detail = f"{longest:,} tokens, a row holds {self.length:,}"
-        if not documents:
-            reason = TOO_LONG if self.too_long == "skip" else f"{TOO_LONG}, and nothing taught in what fits"
-            self.incidents.append(Incident(source, REFUSED, reason, detail))
-            return
-        self.incidents += [Incident(source, UNTAUGHT, reason, detail) for reason, detail in tokenised.untaught]
-        if longest > self.length:
-            effect = TRUNCATED if self.too_long == "truncate" else UNTAUGHT
-            self.incidents.append(Incident(source, effect, TOO_LONG, detail))
-        for document in documents:
-            self._store(document)
-        self.split += len(tokenised.documents) > 1
-        self.keys.append(key)
+    @property
+    def used_keys(self) -> np.ndarray:
+        return self.table.keys_C[~self.dropped_C]
 
-    def _fit(self, document: Document) -> Document | None:
-        """The document as the policy wants it, None if nothing of it is left."""
-        if len(document) <= self.length:
-            return document
-        if self.too_long == "skip":
-            return None
-        tokens, mask = document.tokens.numpy(), document.loss_mask.numpy()
-        return make_document(document.name, tokens[: self.length], mask[: self.length])
+    def refuse_twins(self, keys: np.ndarray) -> None:
+        """Drops conversations whose key is among `keys`, ascending."""
+        table = self.table
+        place = np.searchsorted(keys, table.keys_C).clip(max=keys.size - 1)
+        twin_C = keys[place] == table.keys_C
+        self.dropped_C |= twin_C
+        first_D = np.diff(table.conversation_D, prepend=-1) > 0
+        numbers = table.number_D[first_D & twin_C[table.conversation_D]].tolist()
+        self.late += [(number, REFUSED, HELD_OUT_TWIN, "") for number in numbers]
 
-    def _store(self, document: Document) -> None:
-        tokens, mask = document.tokens.numpy(), document.loss_mask.numpy()
-        self.tokens.frombytes(tokens.astype(np.int32).tobytes())
-        self.mask += mask.tobytes()
-        self.starts.append(self.starts[-1] + tokens.size)
-        file, _, line = document.name.rpartition(":")
-        self.file_of.append(self.files.index(file))
-        self.line_of.append(int(line))
-        self.conversation_of.append(len(self.keys))
-        anchors, slots = count_anchors(mask, self.block_size)
-        self.taught.append(int(mask.sum()))
-        self.anchors.append(anchors)
-        self.slots.append(slots)
-        largest = int(tokens.max())
-        if largest >= self.used_ids.size:
-            self.used_ids = np.concatenate([self.used_ids, np.zeros(largest + 1 - self.used_ids.size, dtype=bool)])
-        self.used_ids[tokens] = True
+    def fit(self, length: int, too_long: Literal["skip", "truncate"]) -> None:
+        """Cuts or drops documents of more than `length` tokens."""
+        table, conversation_D = self.table, self.table.conversation_D
+        over_D = (self.length_D > length) & ~self.dropped_C[conversation_D]
+        longest: dict[int, int] = {}
+        for index in np.flatnonzero(over_D).tolist():
+            conversation = int(conversation_D[index])
+            longest[conversation] = max(longest.get(conversation, 0), int(self.length_D[index]))
+            start = int(table.starts_D[index])
+            mask = table.mask[start : start + length]
+            # What is cut ends with its last taught token, and must have room for an anchor.
+            if too_long == "skip" or not (mask[:-1] & mask[1:]).any():
+                self.kept_D[index] = False
+            else:
+                self.length_D[index] = np.flatnonzero(mask)[-1] + 1
+        kept_C = np.bincount(conversation_D[self.kept_D], minlength=self.dropped_C.size) > 0
+        for conversation, tokens in longest.items():
+            number = int(table.number_D[np.searchsorted(conversation_D, conversation)])
+            detail = f"{tokens:,} tokens, a row holds {length:,}"
+            if kept_C[conversation]:
+                effect = TRUNCATED if too_long == "truncate" else UNTAUGHT
+                self.late.append((number, effect, TOO_LONG, detail))
+            else:
+                reason = TOO_LONG if too_long == "skip" else f"{TOO_LONG}, and nothing taught in what fits"
+                self.late.append((number, REFUSED, reason, detail))
+        self.dropped_C |= ~kept_C
+        self.kept_D &= ~self.dropped_C[conversation_D]
+        self.late.sort(key=lambda incident: incident[0])
 
-    def finish(self, held_out: np.ndarray, seed: int) -> Corpus:
-        """Packs both parts. `held_out`: bool [used conversations]."""
-        store = DocumentStore(
-            tokens=np.frombuffer(self.tokens, dtype=np.int32),
-            loss_mask=np.frombuffer(self.mask, dtype=bool),
-            starts=np.frombuffer(self.starts, dtype=np.int64),
-            file_of=np.frombuffer(self.file_of, dtype=np.int32),
-            line_of=np.frombuffer(self.line_of, dtype=np.int32),
-            files=self.files,
-        )
-        is_held_out = held_out[np.frombuffer(self.conversation_of, dtype=np.int32)]
-        parts: list[RowSource | None] = []
-        reports: list[PartReport | None] = []
-        for chosen in (np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)):
-            rows = RowSource(store, chosen, length=self.length, seed=seed) if chosen.size else None
-            parts.append(rows)
-            reports.append(self._report_part(rows, chosen) if rows is not None else None)
-        train, train_report = parts[0], reports[0]
-        assert train is not None, "the split left nothing to train on"
-        assert train_report is not None
-        stop = self.tokeniser.stop_token
-        report = DataReport(
-            files=self.files,
-            conversations=self.read_count,
-            plain_text=self.plain_text,
-            used=len(self.keys),
-            split=self.split,
-            duplicates=len(self.keys) - len(set(self.keys)),
-            length=self.length,
-            block_size=self.block_size,
-            stop_token=None if stop is None else self.tokeniser.tokenizer.convert_ids_to_tokens(stop),
-            max_token_id=int(np.flatnonzero(self.used_ids)[-1]),
-            train=train_report,
-            held_out=reports[1],
-            incidents=tuple(self.incidents),
-        )
-        return Corpus(train, parts[1], report, self.used_ids)
+    def incidents(self) -> Iterator[Incident]:
+        """All of this file, in reading order; of what is refused, only why."""
+        refused = {number for number, effect, _, _ in self.late if effect == REFUSED}
+        early = (incident for incident in self.table.incidents() if incident[0] not in refused)
+        for number, effect, reason, detail in heapq.merge(early, self.late, key=lambda incident: incident[0]):
+            yield Incident(f"{self.file.name}:{number}", effect, reason, detail)
 
-    def _report_part(self, rows: RowSource, chosen: np.ndarray) -> PartReport:
-        def total(counts: array[int]) -> int:
-            return int(np.frombuffer(counts, dtype=np.int64)[chosen].sum())
-
-        anchors = total(self.anchors)
-        return PartReport(
-            conversations=int(np.unique(np.frombuffer(self.conversation_of, dtype=np.int32)[chosen]).size),
-            documents=int(chosen.size),
-            rows=rows.rows_per_epoch,
-            tokens=rows.real_tokens_per_epoch,
-            taught_tokens=total(self.taught),
-            anchors=anchors,
-            slots_per_anchor=total(self.slots) / anchors,
-            waste=rows.waste,
-        )
+    def copies(self) -> np.ndarray:
+        """int64 [C]: places of each conversation in an epoch, by the weight of its entry."""
+        whole, fraction = divmod(self.file.entry.weight, 1.0)
+        with np.errstate(over="ignore"):
+            mixed_C = self.table.keys_C * _FRACTION_MIX
+        return int(whole) + (mixed_C < np.uint64(fraction * 2**64)).astype(np.int64)
 
 
-def count_anchors(mask: np.ndarray, block_size: int) -> tuple[int, int]:
-    """Places in a document at which a block can be drafted, and the slots with a label of all those blocks.
+def _refuse_empty(parts: list[_Part], entries: Sequence[str | DataSource]) -> None:
+    if parts and all(part.dropped_C.all() for part in parts):
+        reasons = "; ".join(Incidents([part.incidents for part in parts]).lines())
+        where = ", ".join(entry.path for entry in as_sources(entries))
+        raise UserError(f"no usable conversation ({reasons})", where=where)
 
-    A run of r taught tokens has r - 1 anchors; the one with d tokens behind it is taught min(d, block_size - 1) slots.
+
+def _assemble(
+    held_parts: list[_Part],
+    train_parts: list[_Part],
+    cache: TableCache,
+    data: DataConfig,
+    *,
+    length: int,
+    seed: int,
+    block_size: int,
+) -> Corpus:
+    """Splits and packs what `fit` left."""
+    parts = [*held_parts, *train_parts]
+    keys = np.concatenate([part.used_keys for part in parts])
+    if held_parts:
+        held_out = np.arange(keys.size) < sum(part.used_keys.size for part in held_parts)
+    else:
+        held_out = choose_held_out(keys, data.held_out_share)
+    # Conversations are numbered through all parts, used ones only.
+    offsets = np.cumsum([0, *(part.used_keys.size for part in parts)])
+    conversation_D = np.concatenate(
+        [
+            offset + np.cumsum(~part.dropped_C)[part.table.conversation_D[part.kept_D]] - 1
+            for offset, part in zip(offsets, parts, strict=False)
+        ]
+    )
+    store = DocumentStore(
+        parts=[TokenPart(part.file.name, part.table.tokens, part.table.mask, part.table.digest) for part in parts],
+        part_D=np.repeat(np.arange(len(parts), dtype=np.int32), [int(part.kept_D.sum()) for part in parts]),
+        start_D=np.concatenate([part.table.starts_D[:-1][part.kept_D] for part in parts]),
+        length_D=np.concatenate([part.length_D[part.kept_D] for part in parts]),
+        number_D=np.concatenate([part.table.number_D[part.kept_D] for part in parts]),
+        owner=cache,
+    )
+    counts_D = np.concatenate([count_anchors(part.table, part.length_D, block_size)[part.kept_D] for part in parts])
+    copies_C = np.concatenate([part.copies()[~part.dropped_C] for part in parts])
+    held_out_D = held_out[conversation_D]
+    train_D = np.repeat(np.flatnonzero(~held_out_D), copies_C[conversation_D[~held_out_D]])
+    report_part = partial(_report_part, conversation_D=conversation_D, counts_D=counts_D, length_D=store.length_D)
+    sources: list[RowSource | None] = []
+    reports: list[PartReport | None] = []
+    for chosen in (train_D, np.flatnonzero(held_out_D)):
+        packed = data.pack == "on"
+        rows = RowSource(store, chosen, length=length, seed=seed, packed=packed) if chosen.size else None
+        sources.append(rows)
+        reports.append(report_part(rows, chosen) if rows is not None else None)
+    if sources[0] is None or reports[0] is None:
+        raise UserError("the weights leave no conversation to train on", where="data.train", fix="raise them")
+    used_ids = np.unique(np.concatenate([part.table.used_ids for part in parts]))
+    occurs = np.zeros(max(len(cache.tokeniser.tokenizer), int(used_ids[-1]) + 1), dtype=bool)
+    occurs[used_ids] = True
+    stop = next((part.table.facts["stop_token"] for part in parts if part.table.facts["stop_token"] is not None), None)
+    # A conversation is split if several of its documents were made, whether or not all of them fit.
+    split = sum(
+        int((np.bincount(part.table.conversation_D, minlength=part.dropped_C.size)[~part.dropped_C] > 1).sum())
+        for part in parts
+    )
+    layouts: Counter[str] = Counter()
+    for part in parts:
+        layouts.update(part.table.facts["layouts"])
+    report = DataReport(
+        files=tuple(part.file.name for part in parts),
+        conversations=sum(part.table.facts["conversations"] for part in parts),
+        plain_text=sum(part.table.facts["plain_text"] for part in parts),
+        used=keys.size,
+        split=split,
+        duplicates=keys.size - np.unique(keys).size,
+        left_out=int((copies_C[~held_out] == 0).sum()),
+        layouts=dict(layouts),
+        length=length,
+        block_size=block_size,
+        stop_token=None if stop is None else cache.tokeniser.tokenizer.convert_ids_to_tokens(stop),
+        max_token_id=int(used_ids[-1]),
+        train=reports[0],
+        held_out=reports[1],
+        incidents=Incidents([part.incidents for part in parts], owner=cache),
+    )
+    return Corpus(sources[0], sources[1], report, occurs)
+
+
+def _report_part(
+    rows: RowSource, chosen: np.ndarray, *, conversation_D: np.ndarray, counts_D: np.ndarray, length_D: np.ndarray
+) -> PartReport:
+    taught, anchors, slots = counts_D[chosen].sum(axis=0).tolist()
+    return PartReport(
+        conversations=int(np.unique(conversation_D[chosen]).size),
+        documents=int(chosen.size),
+        rows=rows.rows_per_epoch,
+        tokens=rows.real_tokens_per_epoch,
+        taught_tokens=taught,
+        anchors=anchors,
+        slots_per_anchor=slots / anchors,
+        waste=rows.waste,
+        lengths=Spread.of(length_D[chosen]),
+        anchors_of_document=Spread.of(counts_D[chosen, 1]),
+    )
+
+
+def count_anchors(table: TokenTable, length_D: np.ndarray, block_size: int) -> np.ndarray:
+    """Taught tokens, anchors and taught slots of every document.
+
+    An anchor is a place at which a block can be drafted; its slots are those with a label. A run of r taught tokens has
+    r - 1 anchors; the one with d tokens behind it is taught min(d, block_size - 1) slots.
 
     Args:
-        mask: bool [L].
+        table: of D documents.
+        length_D: int, tokens of each that are used, from its start.
+        block_size: B.
+
+    Returns:
+        int64 [D, 3].
     """
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    behind = edges[1::2] - edges[::2] - 1  # tokens behind the first anchor of each run
-    short = np.minimum(behind, block_size - 1)
-    return int(behind.sum()), int((short * (short + 1) // 2 + (behind - short) * (block_size - 1)).sum())
-
-
-def _batches(conversations: Iterator[Conversation]) -> Iterator[list[Conversation]]:
-    batch: list[Conversation] = []
-    characters = 0
-    for conversation in conversations:
-        batch.append(conversation)
-        characters += _size(conversation)
-        if len(batch) == _BATCH or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _size(conversation: Conversation) -> int:
-    """Characters, roughly; the prompts of a conversation are encoded as well as the whole."""
-    if conversation.messages is None:
-        return len(conversation.text or "")
-    contents = [message.get("content") or "" for message in conversation.messages]
-    parts = chain.from_iterable([c] if isinstance(c, str) else [part["text"] for part in c] for c in contents)
-    return 2 * sum(map(len, parts))
+    starts_D = table.starts_D
+    counts = np.zeros((length_D.size, 3), dtype=np.int64)
+    first = 0
+    while first < length_D.size:
+        last = max(first + 1, int(np.searchsorted(starts_D, starts_D[first] + _PIECE, side="right")) - 1)
+        begin_D = starts_D[first:last] - starts_D[first]
+        mask = np.array(table.mask[starts_D[first] : starts_D[last]], dtype=bool)
+        for index in np.flatnonzero(length_D[first:last] < np.diff(starts_D[first : last + 1])).tolist():
+            mask[begin_D[index] + length_D[first + index] : starts_D[first + index + 1] - starts_D[first]] = False
+        border = np.zeros(mask.size, dtype=bool)  # a document begins here
+        border[begin_D] = True
+        opens, closes = mask.copy(), mask.copy()
+        opens[1:] &= ~mask[:-1] | border[1:]
+        closes[:-1] &= ~mask[1:] | border[1:]
+        starts, ends = np.flatnonzero(opens), np.flatnonzero(closes)
+        document = np.searchsorted(begin_D, starts, side="right") - 1
+        behind = ends - starts  # tokens behind the first anchor of each run
+        short = np.minimum(behind, block_size - 1)
+        slots = short * (short + 1) // 2 + (behind - short) * (block_size - 1)
+        for column, values in enumerate((behind + 1, behind, slots)):
+            # Sums of integers far below 2^53: exact in the float64 that bincount adds in.
+            counts[first:last, column] = np.bincount(document, weights=values, minlength=last - first)
+        first = last
+    return counts
 
 
 def _read_template(path: str | None) -> tuple[str | None, str]:

@@ -1,17 +1,21 @@
 """What became of the data: counts for people and for machines, and every conversation that is not used in full.
 
 Nothing is dropped silently: each refusal, truncation and untaught turn is an `Incident` with its place and reason. The
-listing for people names the first few of each kind; `write_incidents` writes all of them.
+listing for people names the first few of each kind; `write_incidents` writes all of them. Incidents stay on disk: there
+may be millions.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from draftsmith.errors import UserError
 
@@ -35,6 +39,74 @@ class Incident(NamedTuple):
     detail: str = ""
 
 
+class Incidents:
+    """Incidents in reading order, read anew whenever they are looked at; only counts and the first few are kept.
+
+    Args:
+        parts: each gives the incidents of one data file.
+        owner: what has to live as long as the parts can be read (a temporary folder), or None.
+    """
+
+    def __init__(self, parts: Sequence[Callable[[], Iterator[Incident]]] = (), owner: Any = None) -> None:
+        self._parts = tuple(parts)
+        self._owner = owner
+        counts: Counter[tuple[str, str]] = Counter()
+        self._named: dict[tuple[str, str], list[str]] = {}
+        for incident in self:
+            kind = (incident.effect, incident.reason)
+            counts[kind] += 1
+            if counts[kind] <= _NAMED:
+                named = f"{incident.source} ({incident.detail})" if incident.detail else incident.source
+                self._named.setdefault(kind, []).append(named)
+        self.counts = dict(counts.most_common())
+
+    def __iter__(self) -> Iterator[Incident]:
+        for part in self._parts:
+            yield from part()
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    def __getitem__(self, index: int) -> Incident:
+        return next(islice(self, index, None))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Incidents) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def first(self, effect: str, reason: str) -> list[str]:
+        """Places and details of the first few of a kind."""
+        return self._named[effect, reason]
+
+    def lines(self) -> list[str]:
+        """One line per effect and reason: how often, where first, and what the first one said."""
+        lines = []
+        for (effect, reason), count in self.counts.items():
+            more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
+            lines.append(f"{effect}: {count:,} × {reason}: {', '.join(self.first(effect, reason))}{more}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How something is distributed over documents."""
+
+    least: int
+    median: int
+    p90: int
+    p99: int
+    most: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        """Of at least one value; percentiles are values that occur."""
+        return cls(*(int(value) for value in np.quantile(values, (0, 0.5, 0.9, 0.99, 1), method="higher")))
+
+    def __str__(self) -> str:
+        return f"{self.least:,} to {self.most:,}, median {self.median:,}, 90 % {self.p90:,}, 99 % {self.p99:,}"
+
+
 @dataclass(frozen=True)
 class PartReport:
     """Training or held-out share.
@@ -46,6 +118,8 @@ class PartReport:
         anchors: places at which a block can be drafted.
         slots_per_anchor: mean number of slots that have a label, of block_size - 1; low means that answers are short.
         waste: share of padding in the rows.
+        lengths: tokens of a document.
+        anchors_of_document: anchors of a document.
     """
 
     conversations: int
@@ -56,6 +130,8 @@ class PartReport:
     anchors: int
     slots_per_anchor: float
     waste: float
+    lengths: Spread
+    anchors_of_document: Spread
 
     @property
     def share_taught(self) -> float:
@@ -75,6 +151,8 @@ class DataReport:
         split: used conversations that became several documents, because some turn's context as served is not how it
             reads later (the template rewrites history, or tokens join across the border of prompt and answer).
         duplicates: used conversations that equal an earlier one.
+        left_out: used conversations that a weight below 1 leaves out of every epoch.
+        layouts: how many conversations came in each layout.
         length, block_size: S and B that the numbers are for.
         stop_token: what ends an answer, as text; None if the template writes no such token (or there is no chat).
         max_token_id: largest id that occurs.
@@ -87,22 +165,26 @@ class DataReport:
     used: int
     split: int
     duplicates: int
+    left_out: int
+    layouts: dict[str, int]
     length: int
     block_size: int
     stop_token: str | None
     max_token_id: int
     train: PartReport
     held_out: PartReport | None
-    incidents: tuple[Incident, ...]
+    incidents: Incidents
 
     @property
     def counts(self) -> dict[tuple[str, str], int]:
         """How often each (effect, reason) occurred, most frequent first."""
-        return count_incidents(self.incidents)
+        return self.incidents.counts
 
     def lines(self) -> list[str]:
         """A summary for people, one fact a line."""
-        effects = Counter(incident.effect for incident in self.incidents)
+        effects: Counter[str] = Counter()
+        for (effect, _), count in self.counts.items():
+            effects[effect] += count
         files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
         lines = [
             f"{self.conversations:,} conversations in {files}: {self.used:,} used, {effects[REFUSED]:,} refused, "
@@ -119,17 +201,18 @@ class DataReport:
                     f"{part.tokens:,} tokens, {part.share_taught:.1%} taught, {part.waste:.2%} padding; "
                     f"{part.anchors:,} anchors with {part.slots_per_anchor:.1f} of {self.block_size - 1} slots taught"
                 )
-        return lines + describe_incidents(self.incidents)
+        if self.left_out:
+            lines.append(f"{self.left_out:,} conversations are left out by weights below 1")
+        return lines + self.incidents.lines()
 
     def to_json(self) -> dict[str, Any]:
         """The same for machines, ready for `json.dumps`; incidents are counted and the first of each kind named."""
-        content = asdict(self)
-        content.pop("incidents")
+        content = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "incidents"}
         for name, part in (("train", self.train), ("held_out", self.held_out)):
             if part is not None:
-                content[name]["share_taught"] = part.share_taught
+                content[name] = {**asdict(part), "share_taught": part.share_taught}
         content["incidents"] = [
-            {"effect": effect, "reason": reason, "count": count, "first": _first(self.incidents, effect, reason)}
+            {"effect": effect, "reason": reason, "count": count, "first": self.incidents.first(effect, reason)}
             for (effect, reason), count in self.counts.items()
         ]
         return content
@@ -145,24 +228,3 @@ class DataReport:
                 file.writelines(json.dumps(incident._asdict()) + "\n" for incident in self.incidents)
         except OSError as error:
             raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
-
-
-def count_incidents(incidents: Iterable[Incident]) -> dict[tuple[str, str], int]:
-    """How often each (effect, reason) occurs, most frequent first."""
-    return dict(Counter((incident.effect, incident.reason) for incident in incidents).most_common())
-
-
-def describe_incidents(incidents: Iterable[Incident]) -> list[str]:
-    """One line per effect and reason: how often, where first, and what the first one said."""
-    incidents = list(incidents)
-    lines = []
-    for (effect, reason), count in count_incidents(incidents).items():
-        named = ", ".join(_first(incidents, effect, reason))
-        more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
-        lines.append(f"{effect}: {count:,} × {reason}: {named}{more}")
-    return lines
-
-
-def _first(incidents: Iterable[Incident], effect: str, reason: str) -> list[str]:
-    same = (incident for incident in incidents if (incident.effect, incident.reason) == (effect, reason))
-    return [f"{i.source} ({i.detail})" if i.detail else i.source for i, _ in zip(same, range(_NAMED), strict=False)]

@@ -1,17 +1,11 @@
 """Chat template to tokens and loss mask: which tokens the assistant wrote, exact to the token.
 
-The span of a turn is what *serving* would produce, and only rendering can tell. For assistant turn i of the messages m:
+The span of a turn is what *serving* would produce, and only rendering can tell: `turns` gives the prompt that a server
+would feed and the answer that the model then wrote, as text. Here they become tokens.
 
-    prompt P_i  = render(m[:i], add_generation_prompt=True)     what the server feeds the model
-    through E_i = render(m[:i+1])                               the same conversation with the answer in it
-    answer      = E_i behind P_i, up to and including the stop token that the model itself must emit
-
-The stop token is found by rendering a marker as the answer and looking at what the template puts behind the marker
-(ChatML: `<|im_end|>` and a newline; the token is taught, the newline is not, since no model is asked to write it).
-Nothing is searched for in the text of the conversation itself.
-
-A turn is taught inside a document D only if D begins with the turn's own rendering P_i + answer, and if the tokens of
-P_i, encoded alone as a server would, are the first tokens of D. Where that fails, the conversation is split:
+A turn is taught inside a document D only if D begins with the turn's own rendering, prompt and answer, and if the
+tokens of the prompt, encoded alone as a server would, are the first tokens of D. Where that fails, the conversation is
+split:
 
 - Templates that rewrite earlier turns (thinking removed from history) fail on the text. Working from the last turn
   backwards, each turn that no document holds as it was generated gets a document of its own, with the history as the
@@ -24,57 +18,34 @@ So every taught token stands behind exactly the context in which the model would
 
 Documents end with their last taught token: text behind it is seen by nobody (the target is causal, anchors look back).
 
-Cost: two renderings per assistant turn, one encoding of every document and of every turn's prompt, in batches (the
-tokenizer works on many threads); turns with a straddling token are encoded once more. Marker renderings happen once per
-template, not per conversation.
+Cost: beside the renderings, one encoding of every document and of every turn's prompt, in batches (the tokenizer works
+on many threads); turns with a straddling token are encoded once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 
 from draftsmith.blocks.row import Document
-from draftsmith.data.conversations import Conversation
-from draftsmith.errors import UserError
-
-NO_MESSAGES = "no messages"
-NO_TEXT = "no text"
-NO_ASSISTANT = "no assistant turn"
-NOTHING_BEFORE = "the answer has nothing before it"
-TEMPLATE_FAILS = "the chat template fails on it"
-NOT_UNICODE = "holds half of a surrogate pair, which is no text"
-NOT_A_CONTINUATION = "the answer as rendered does not continue the generation prompt"
-NO_END = "the end of the answer cannot be found in the rendering"
-STOP_INSIDE = "the answer holds the stop token as text"
-CROSSES_START = "a token crosses the start of the answer"
-CROSSES_END = "a token crosses the end of the answer"
-NO_ANCHOR = "no two taught tokens in a row"
-
-# Plain letters, so that no template or tokenizer treats it specially.
-_MARKER = "draftsmithMarksTheAnswerHere"
-_RESERVED = (
-    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+from draftsmith.data.conversation import Conversation
+from draftsmith.data.problems import (
+    CROSSES_END,
+    CROSSES_START,
+    NO_ANCHOR,
+    NO_ASSISTANT,
+    NO_END,
+    NO_MESSAGES,
+    NO_TEXT,
+    NOT_TEXT,
+    NOT_UNICODE,
+    Problem,
 )
-
-
-class Problem(NamedTuple):
-    """Why something of a conversation cannot be taught.
-
-    Attributes:
-        reason: one of this module's constants; what is counted.
-        detail: what only concerns this conversation (the template's own message, the turn).
-    """
-
-    reason: str
-    detail: str = ""
+from draftsmith.data.turns import Turn, TurnRenderer, is_unicode
 
 
 @dataclass(frozen=True)
@@ -94,28 +65,12 @@ class Tokenised:
     untaught: tuple[Problem, ...] = ()
 
 
-class _Closing(NamedTuple):
-    """What the template writes behind an answer."""
-
-    text: str
-    stop_text: str  # the part of `text` up to and including the stop token, empty when there is none
-    stop_id: int | None
-
-
-@dataclass(frozen=True)
-class _Turn:
-    number: int  # counts assistant turns from 1, for people
-    prompt: str  # P_i
-    through: str  # P_i + answer, stop token included
-    stop_id: int | None
-
-
 @dataclass
 class _Draft:
     """A document that is rendered and not yet tokenised."""
 
     text: str
-    turns: list[_Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
 
 
 @dataclass
@@ -135,7 +90,7 @@ class _Straddler:
     """A turn whose tokens do not stand in its draft as generation would have made them."""
 
     plan: _Plan
-    turn: _Turn
+    turn: Turn
     prompt: list[int]
     reason: str
 
@@ -167,19 +122,28 @@ class Tokeniser:
         self.tokenizer = tokenizer
         self.template = chat_template
         self.options = dict(template_options or {})
+        self.stop_ids = tuple(stop_ids)
         self.template_name = template_name
-        for name in self.options:
-            if name in _RESERVED:
-                raise UserError(f"{name!r} cannot be a template option", where="data.template_options")
-        self._stops = _stop_candidates(tokenizer, stop_ids)
-        self._closing: _Closing | None = None
-        self._prepared = False
-        self._takes_strings = self._takes_parts = True
+        self._turns = TurnRenderer(tokenizer, chat_template, self.options, self.stop_ids, template_name)
+
+    def fresh(self) -> Tokeniser:
+        """The same, without what was learnt from conversations seen: its results depend on nothing but its input."""
+        return Tokeniser(
+            self.tokenizer,
+            chat_template=self.template,
+            template_options=self.options,
+            stop_ids=self.stop_ids,
+            template_name=self.template_name,
+        )
 
     @property
     def stop_token(self) -> int | None:
         """The token that ends an answer, once a conversation has been seen; None if the template writes none."""
-        return self._closing.stop_id if self._closing else None
+        return self._turns.stop_token
+
+    def generation_prompt(self) -> str | None:
+        """See `TurnRenderer.generation_prompt`."""
+        return self._turns.generation_prompt()
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Tokenised]:
         """Tokenises a batch; what cannot be used comes back as a reason, in its place.
@@ -219,131 +183,28 @@ class Tokeniser:
             return Tokenised(tokenised.source, refusal=Problem(NO_ANCHOR))
         return replace(tokenised, documents=documents)
 
-    # -- rendering ---------------------------------------------------------------------------------------------
-
     def _plan(self, conversation: Conversation) -> _Plan:
         source = conversation.source
+        if conversation.problem is not None:
+            return _Plan(source, Problem(NOT_TEXT, conversation.problem))
         if conversation.text is not None:
             if not conversation.text.strip():
                 return _Plan(source, Problem(NO_TEXT))
-            if not _is_unicode(conversation.text):
+            if not is_unicode(conversation.text):
                 return _Plan(source, Problem(NOT_UNICODE))
             return _Plan(source, plain=conversation.text)
         if not conversation.messages:
             return _Plan(source, Problem(NO_MESSAGES))
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if not answers:
+        if not any(message["role"] == "assistant" for message in conversation.messages):
             return _Plan(source, Problem(NO_ASSISTANT))
-        if not self._prepared:
-            self._prepare()
-        messages = [self._in_form(message) for message in conversation.messages]
         plan, turns = _Plan(source), []
-        for number, i in enumerate(answers, start=1):
-            turn = self._render_turn(messages[: i + 1], conversation.tools, number)
-            if isinstance(turn, _Turn):
+        for turn in self._turns.turns(conversation.messages, conversation.tools):
+            if isinstance(turn, Turn):
                 turns.append(turn)
             else:
                 plan.untaught.append(turn)
         plan.drafts = _split(turns)
         return plan
-
-    def _render_turn(self, messages: list[dict[str, Any]], tools: Any, number: int) -> _Turn | Problem:
-        """The prompt and the answer of the assistant turn that `messages` end with, or why it cannot be taught."""
-        turn = f"assistant turn {number}"
-        if len(messages) == 1:
-            return Problem(NOTHING_BEFORE, turn)
-        try:
-            prompt = self._render(messages[:-1], tools, generation=True)
-            through = self._render(messages, tools, generation=False)
-            if not through.startswith(prompt):
-                return Problem(NOT_A_CONTINUATION, turn)
-            closing = self._find_closing(messages, tools, through)
-        except Exception as error:  # a template is a program that somebody else wrote: anything may come out of it
-            return Problem(TEMPLATE_FAILS, f"{turn}: {type(error).__name__}: {error}")
-        if closing is None or len(through) - len(closing.text) < len(prompt):
-            return Problem(NO_END, turn)
-        answer = through[len(prompt) : len(through) - len(closing.text)]
-        if closing.stop_id is not None and self._stops_text(closing.stop_id) in answer:
-            return Problem(STOP_INSIDE, turn)
-        through = prompt + answer + closing.stop_text
-        if not _is_unicode(through):
-            return Problem(NOT_UNICODE, turn)
-        return _Turn(number, prompt, through, closing.stop_id)
-
-    def _find_closing(self, messages: list[dict[str, Any]], tools: Any, through: str) -> _Closing | None:
-        """What stands behind the answer. Known from an earlier turn if a stop token proves it, else rendered anew."""
-        known = self._closing
-        if known is not None and known.stop_id is not None and through.endswith(known.text):
-            return known
-        marked = self._in_form({"role": "assistant", "content": _MARKER})
-        _, found, behind = self._render([*messages[:-1], marked], tools, generation=False).rpartition(_MARKER)
-        if not found or not through.endswith(behind):
-            return None
-        closing = self._cut(behind)
-        if known is None:
-            self._closing = closing
-        return closing
-
-    def _cut(self, behind: str) -> _Closing:
-        """Cuts the text behind an answer after the first stop token in it; earlier classes of candidates win."""
-        for candidates in self._stops:
-            places = [(behind.find(text), -len(text), text) for text in candidates if text in behind]
-            if places:
-                start, _, text = min(places)
-                return _Closing(behind, behind[: start + len(text)], candidates[text])
-        return _Closing(behind, "", None)
-
-    def _stops_text(self, stop_id: int) -> str:
-        return next(text for candidates in self._stops for text, token in candidates.items() if token == stop_id)
-
-    def _render(self, messages: list[dict[str, Any]], tools: Any, *, generation: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=self.template,
-            add_generation_prompt=generation,
-            tokenize=False,
-            **self.options,
-        )
-
-    def _prepare(self) -> None:
-        """Finds out, by rendering, whether the template is valid and whether it wants strings or lists of parts."""
-        if self.template is None and not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(
-                "the tokenizer has no chat template, and the data holds chat messages",
-                where=self.template_name,
-                fix="set data.chat_template to a file with the template that serving will use",
-            )
-        self._takes_strings = self._keeps_marker(_MARKER)
-        self._takes_parts = self._keeps_marker([{"type": "text", "text": _MARKER}])
-        self._prepared = True
-
-    def _keeps_marker(self, content: Any) -> bool:
-        """Whether user and assistant content of this form comes out whole, and not as Python's way of writing it."""
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-        try:
-            text = self._render(messages, None, generation=False)
-        except jinja2.TemplateSyntaxError as error:
-            place = f"{self.template_name}:{error.lineno}"
-            raise UserError(f"not a valid Jinja template: {error.message}", where=place) from None
-        except Exception:  # refuses this form, or needs more than the bare messages; the conversations will tell
-            return False
-        return text.count(_MARKER) == 2 and "'text'" not in text and '"text"' not in text
-
-    def _in_form(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content as the template wants it.
-
-        Parts go through as they are if the template knows parts, else they are joined by newlines, as servers do that
-        find a template of strings; a string becomes one part only where the template drops strings.
-        """
-        content = message.get("content")
-        if isinstance(content, list) and not self._takes_parts:
-            return {**message, "content": "\n".join(part["text"] for part in content)}
-        if isinstance(content, str) and self._takes_parts and not self._takes_strings:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        return message
-
-    # -- tokens ------------------------------------------------------------------------------------------------
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:
@@ -436,7 +297,7 @@ def _finish(plan: _Plan) -> Tokenised:
     return Tokenised(plan.source, refusal=refusal)
 
 
-def _split(turns: list[_Turn]) -> list[_Draft]:
+def _split(turns: list[Turn]) -> list[_Draft]:
     """The fewest documents, latest turn first, in which every turn stands as it was generated; in reading order.
 
     A template that leaves history alone gives one document; one that rewrites it gives a document per rewritten turn.
@@ -473,29 +334,3 @@ def _span(
     if tokens[: len(through)] != through:
         return CROSSES_END
     return start, len(through)
-
-
-def _stop_candidates(tokenizer: Any, stop_ids: Sequence[int]) -> list[dict[str, int]]:
-    """Texts that may end a turn and their ids, in classes of falling trust.
-
-    What generation stops at, then special tokens, then other added tokens that are more than white space (some
-    tokenizers forget to mark their end-of-turn token as special).
-    """
-    added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
-    special = {*tokenizer.all_special_ids, *(i for i, entry in tokenizer.added_tokens_decoder.items() if entry.special)}
-    asked = {text: i for i in stop_ids if (text := added.get(i) or tokenizer.convert_ids_to_tokens(i))}
-    eos = tokenizer.eos_token_id
-    if eos is not None:
-        special.add(eos)
-    marked = {text: i for i in special if (text := added.get(i) or tokenizer.convert_ids_to_tokens(i))}
-    others = {text: i for i, text in added.items() if text.strip()}
-    return [asked, marked, others]
-
-
-def _is_unicode(text: str) -> bool:
-    """JSON can spell lone surrogates, which no tokenizer accepts."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -14,14 +14,11 @@ Cost: `generate` (batched decoding with a KV cache), and one write per answer.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from draftsmith.data.template import Tokeniser
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, has_template
+from draftsmith.decode.resumable import open_output
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
 
@@ -134,7 +132,7 @@ def write_answers(
         raise UserError("no prompts to answer", where=str(output))
     encoded = encode_prompts(prompts, target.tokenizer, template_options)
     facts = {
-        "target": _identity(target),
+        "target": identity_of(target),
         "options": options.sampling(),
         "template_options": template_options or {},
         "prompts": len(prompts),
@@ -143,7 +141,7 @@ def write_answers(
     report = AnswerReport(Path(output), len(prompts))
     stops = stop_ids_of(target)
     check = _round_trip(target, stops, template_options)
-    with _open_output(report.output, facts) as lines:
+    with open_output(report.output, facts) as lines:
         report.found = len(lines.done)
         waiting = [index for index in range(len(prompts)) if index not in lines.done]
         progress = _Progress("answer", report.found, len(prompts), listener)
@@ -200,10 +198,10 @@ def invent_prompts(
     """
     turn = bare_user_turn(target.tokenizer, template_options)
     options = AnswerOptions(max_new_tokens, temperature, 0, top_p, seed, batch_size)
-    facts = {"target": _identity(target), "options": options.sampling(), "prompts": count, "opening": turn.opening}
+    facts = {"target": identity_of(target), "options": options.sampling(), "prompts": count, "opening": turn.opening}
     path = Path(f"{output}.prompts.jsonl")
     stops = stop_ids_of(target) | ({turn.stop_id} if turn.stop_id is not None else set())
-    with _open_output(path, facts) as lines:
+    with open_output(path, facts) as lines:
         waiting = [index for index in range(count) if index not in lines.done]
         progress = _Progress("prompt", len(lines.done), count, listener)
         for answer in generate(
@@ -218,87 +216,6 @@ def invent_prompts(
             lines.append({"prompt": text, "prompt_index": answer.index, "finish_reason": answer.finish_reason})
             progress(len(answer.tokens))
     return _usable_prompts(path, listener)
-
-
-class _OutputLines:
-    """An output file that is locked and continued; `done` holds the prompt indices that it answers."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-        self.done = self._read_done()
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Writes one line.
-
-        Raises:
-            UserError: it cannot be written whole; the torn part is dropped at the next start.
-        """
-        data = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-        try:
-            written = os.write(self._descriptor, data)
-            if written < len(data):
-                raise OSError(f"{written} of {len(data)} bytes written")
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
-        self.done.add(record["prompt_index"])
-
-    def _read_done(self) -> set[int]:
-        done: set[int] = set()
-        whole = 0
-        with open(self._descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                try:
-                    done.add(int(json.loads(line)["prompt_index"]))
-                except (ValueError, KeyError, TypeError):
-                    raise UserError("not a line that was written here", where=f"{self._path}:{number}") from None
-        os.ftruncate(self._descriptor, whole)  # an answer that a crash tore
-        return done
-
-
-@contextmanager
-def _open_output(path: Path, facts: dict[str, Any]) -> Iterator[_OutputLines]:
-    """Opens an output of the work described by `facts`, new or continued, and holds its lock."""
-    meta = Path(f"{path}.meta.json")
-    try:
-        if path.exists() and not meta.exists():
-            raise UserError("exists and is not the output of this work", where=str(path), fix="name another output")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_facts(meta, facts, path)
-        yield _OutputLines(path, descriptor)
-    except BlockingIOError:
-        raise UserError("another process is writing it", where=str(path), fix="wait for it or stop it") from None
-    except OSError as error:
-        raise _unwritable(path, error) from None
-    finally:
-        os.close(descriptor)
-
-
-def _check_facts(meta: Path, facts: dict[str, Any], path: Path) -> None:
-    """Writes down what the work is, or compares with what stands there."""
-    facts = json.loads(json.dumps(facts))
-    if not meta.exists():
-        aside = Path(f"{meta}.new")
-        aside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        os.replace(aside, meta)
-        return
-    try:
-        there = json.loads(meta.read_text(encoding="utf-8"))
-        differing = [key for key in facts if there.get(key) != facts[key]]
-    except (ValueError, AttributeError):
-        raise UserError("cannot be understood", where=str(meta), fix="name another output") from None
-    if differing:
-        details = "; ".join(f"{key} {there.get(key)} there, {facts[key]} here" for key in differing[:2])
-        raise UserError(f"holds other work ({details})", where=str(path), fix="name another output")
 
 
 class _Progress:
@@ -384,10 +301,6 @@ def _usable_prompts(path: Path, listener: Listener | None) -> list[Prompt]:
     return [Prompt(f"{path}:{index}", text=text) for text, index in texts.items()]
 
 
-def _identity(target: Any) -> dict[str, Any]:
+def identity_of(target: Any) -> dict[str, Any]:
     """What makes a target this one, as far as its configuration tells."""
     return {**asdict(target.geometry), "dtype": str(target.dtype), "tokens": len(target.tokenizer)}
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix="name another output")

@@ -9,7 +9,9 @@ Sliding layers keep their whole past, so that rejected tokens can be taken back;
 `window - 1` columns and the new ones. Unwritten columns are zero and stale ones are finite: a masked column weighs
 exactly nothing.
 
-Targets with recurrent layers (gated delta nets, state-space models) are refused: their state cannot be cut back.
+Recurrent layers (gated delta nets, short convolutions) keep one state that stands behind all tokens read: it cannot be
+cut back. `snapshot` copies it and `restore` puts the copy back; what was read since must then be read again. Only a
+cache of one row may hold such layers.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from draftsmith.errors import UserError
 from draftsmith.target.geometry import FULL, SLIDING, layer_kinds
+
+# Layer kinds, by transformers' names, whose only memory is a state of fixed size.
+RECURRENT = ("linear_attention", "conv")
 
 
 class DecodeLayer(CacheLayerMixin):
@@ -92,14 +97,45 @@ class DecodeCache(Cache):
         rows: sequences that fit.
         columns: tokens per row that fit, rejected drafts included.
 
+    Attributes:
+        past: the layers that keep keys and values.
+        states: the recurrent ones.
+
     Raises:
-        UserError: the target has layers whose state cannot be cut back.
+        UserError: the target has layers of a kind that is not known, or none with keys and values; or recurrent ones
+            for more than one row.
     """
 
     def __init__(self, config: Any, rows: int, columns: int) -> None:
-        windows = attention_windows(config)
-        self.past = [DecodeLayer(rows, columns, window) for window in windows]
-        super().__init__(layers=list(self.past))
+        if rows != 1:
+            attention_windows(config)
+        layers: list[Any] = [
+            LinearAttentionLayer() if kind in RECURRENT else DecodeLayer(rows, columns, window)
+            for kind, window in _kinds_and_windows(config)
+        ]
+        self.past = [layer for layer in layers if isinstance(layer, DecodeLayer)]
+        self.states = [layer for layer in layers if not isinstance(layer, DecodeLayer)]
+        if not self.past:
+            raise UserError("the target has no layer with keys and values", where="target", fix="use another target")
+        super().__init__(layers=layers)
+
+    def snapshot(self) -> list[tuple[dict[int, Tensor], dict[int, Tensor]]]:
+        """A copy of every recurrent state; empty where there are none."""
+        return [
+            (
+                {key: state.clone() for key, state in layer.conv_states.items() if state is not None},
+                {key: state.clone() for key, state in layer.recurrent_states.items() if state is not None},
+            )
+            for layer in self.states
+        ]
+
+    def restore(self, snapshot: list[tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
+        """Puts a copy back; it may be put back again."""
+        for layer, (conv, recurrent) in zip(self.states, snapshot, strict=True):
+            for key, state in conv.items():
+                layer.conv_states[key].copy_(state)
+            for key, state in recurrent.items():
+                layer.recurrent_states[key].copy_(state)
 
     @property
     def first(self) -> int:
@@ -162,16 +198,29 @@ def attention_windows(config: Any) -> list[int | None]:
     Raises:
         UserError: a layer is neither full nor sliding attention.
     """
+    pairs = _kinds_and_windows(config)
+    recurrent = sorted({kind for kind, _ in pairs} & set(RECURRENT))
+    if recurrent:
+        raise UserError(
+            f"the target has {', '.join(recurrent)} layers, whose state cannot be moved between the rows of a batch",
+            where=f"target ({getattr(config.get_text_config(decoder=True), 'model_type', 'unknown')})",
+            fix="decode answers one at a time",
+        )
+    return [window for _, window in pairs]
+
+
+def _kinds_and_windows(config: Any) -> list[tuple[str, int | None]]:
+    """(kind, window) of every layer that has a memory of its own."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     kinds = layer_kinds(config)
     # Some models let their last layers read the K and V of earlier ones.
     kinds = kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]
-    odd = sorted(set(kinds) - {FULL, SLIDING})
+    odd = sorted(set(kinds) - {FULL, SLIDING, *RECURRENT})
     if odd:
         raise UserError(
-            f"the target has {', '.join(odd)} layers, whose state cannot be cut back after a rejected draft",
+            f"the target has {', '.join(odd)} layers, whose memory is not known here",
             where=f"target ({getattr(text, 'model_type', 'unknown')})",
-            fix="decoding supports full and sliding attention; recurrent layers would need snapshot and replay",
+            fix=f"decoding supports {FULL}, {SLIDING}, {', '.join(RECURRENT)}",
         )
-    return [window if kind == SLIDING else None for kind in kinds]
+    return [(kind, window if kind == SLIDING else None) for kind in kinds]

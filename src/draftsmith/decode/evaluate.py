@@ -12,9 +12,11 @@ machine that slows down slows both; one short answer of each beforehand takes th
 - Lossless: in float32 the drafter's answers equal the baseline's token for token. In bfloat16 a block and a single
   token run different kernels, so near-ties of the argmax flip; then every token of the drafter's answer has to be the
   target's argmax under teacher forcing or to lie within `Tie.tolerance` of it. Each such tie is listed.
+- Sampled answers: tokens cannot be compared, distributions can; every token is tested against the target's own
+  distribution behind the tokens before it, and the p-value is reported (`distribution`).
 - An answer that loops is easy to draft: figures are also given for answers with at least 60 % distinct 4-grams.
 
-Cost: three decodings per prompt; one forward more for an answer that differs, and two more for each tie in it.
+Cost: three decodings per prompt; one forward more for an answer that differs or is sampled, and two more for each tie.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from typing import Any
 import torch
 
 from draftsmith.decode.cache import DecodeCache
+from draftsmith.decode.distribution import DistributionTest, check_distribution
+from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import (
     Decoded,
     DrafterProposer,
@@ -80,7 +85,9 @@ class Figures:
         accept_by_slot: entry k-1 belongs to slot k.
         speedup: ratio of the mean seconds per output token, baseline over drafter.
         seconds_per_token, baseline_seconds_per_token: these means.
-        draft_share: share of the drafter's decoding time spent on drafting.
+        draft_share, target_share: shares of the drafter's decoding time spent on drafting and in target forwards; what
+            is left is the check, the cache and the loop.
+        seconds_per_round: of its rounds, on average.
         tau_prompt_lookup, speedup_prompt_lookup: the same for prompt look-up.
     """
 
@@ -93,6 +100,8 @@ class Figures:
     seconds_per_token: float
     baseline_seconds_per_token: float
     draft_share: float
+    target_share: float
+    seconds_per_round: float
     tau_prompt_lookup: float
     speedup_prompt_lookup: float
 
@@ -106,7 +115,8 @@ class Evaluation:
         not_looping: of those with at least 60 % distinct 4-grams; None if there are none.
         taus: τ of every answer; None where the first token already ended it.
         distinct_4grams: share of distinct 4-grams of every answer.
-        lossless: None when sampled, where equality of tokens means nothing.
+        lossless: greedy: see above; sampled: the test of the distribution does not speak against it.
+        distribution: that test; None for greedy answers.
         exact_answers: answers that equal the baseline's token for token.
         ties: empty in a lossless float32 evaluation.
         decoded, baseline, lookup: the runs themselves, by prompt.
@@ -116,7 +126,8 @@ class Evaluation:
     not_looping: Figures | None
     taus: list[float | None]
     distinct_4grams: list[float]
-    lossless: bool | None
+    lossless: bool
+    distribution: DistributionTest | None
     exact_answers: int
     ties: list[Tie]
     setting: dict[str, Any]
@@ -138,6 +149,7 @@ class Evaluation:
             **asdict(self.figures),
             "tau_per_prompt": self.taus,
             "lossless": self.lossless,
+            "distribution": None if self.distribution is None else asdict(self.distribution),
             "exact_answers": self.exact_answers,
             "ties": [{**asdict(tie), "proved": tie.proved} for tie in self.ties],
             "distinct_4grams_per_prompt": self.distinct_4grams,
@@ -181,7 +193,7 @@ def evaluate(
     lookup_proposer = PromptLookupProposer(max(2, slots))
     plain = GreedyProposer()
 
-    def answer(prompt: Sequence[int], by: Proposer, limit: int = max_new_tokens) -> Decoded:
+    def answer(prompt: Sequence[int], by: Proposer, limit: int = max_new_tokens, index: int = 0) -> Decoded:
         return decode(
             target,
             prompt,
@@ -191,7 +203,7 @@ def evaluate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed,
+            seed=seed + index,  # random numbers of its own for every prompt
         )
 
     proposers: list[Proposer] = [proposer, plain, lookup_proposer]
@@ -199,20 +211,22 @@ def evaluate(
         answer(prompts[0], by, min(max_new_tokens, WARM_UP_TOKENS))
     decoded, baseline, lookup = [], [], []
     for index, prompt in enumerate(prompts):
-        if index % 2:
-            base, ours = answer(prompt, plain), answer(prompt, proposer)
-        else:
-            ours, base = answer(prompt, proposer), answer(prompt, plain)
-        decoded.append(ours)
-        baseline.append(base)
-        lookup.append(answer(prompt, lookup_proposer))
+        in_turn = (plain, proposer) if index % 2 else (proposer, plain)
+        answers = {by: answer(prompt, by, index=index) for by in in_turn}
+        decoded.append(answers[proposer])
+        baseline.append(answers[plain])
+        lookup.append(answer(prompt, lookup_proposer, index=index))
         if progress is not None:
             progress(index + 1, len(prompts))
 
     exact = [ours.tokens == base.tokens for ours, base in zip(decoded, baseline, strict=True)]
     ties: list[Tie] = []
-    lossless: bool | None = None
-    if temperature == 0:
+    distribution = None
+    if temperature > 0:
+        sampling = Sampling(temperature, top_k, top_p)
+        distribution = check_distribution(target, prompts, [run.tokens for run in decoded], sampling, seed)
+        lossless = distribution.passed
+    else:
         for index, same in enumerate(exact):
             if not same:
                 ties += find_ties(target, index, prompts[index], decoded[index].tokens, baseline[index].tokens)
@@ -226,6 +240,7 @@ def evaluate(
         taus=[_mean(run.accepted_per_round) if run.accepted_per_round else None for run in decoded],
         distinct_4grams=distinct,
         lossless=lossless,
+        distribution=distribution,
         exact_answers=sum(exact),
         ties=ties,
         setting={
@@ -245,6 +260,24 @@ def evaluate(
         baseline=baseline,
         lookup=lookup,
     )
+
+
+def take_turns(
+    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
+) -> list[Prompt]:
+    """Every turn of multi-turn prompts as a prompt of its own, the target's own greedy answers between them.
+
+    Raises:
+        UserError: see `decode`; also turns for a target without a chat template.
+    """
+    stops = stop_ids_of(target)
+
+    def answer(prompt: Prompt) -> str:
+        ids = encode_prompts([prompt], target.tokenizer, template_options)[0]
+        said = decode(target, ids, GreedyProposer(), max_new_tokens=max_new_tokens, stop_ids=stops).tokens
+        return target.tokenizer.decode([token for token in said if token not in stops])
+
+    return ask_in_turn(prompts, answer)
 
 
 def stop_ids_of(target: Any) -> frozenset[int]:
@@ -272,6 +305,8 @@ def summarise(runs: Sequence[tuple[Decoded, Decoded, Decoded]], block_size: int)
         seconds_per_token=seconds,
         baseline_seconds_per_token=base_seconds,
         draft_share=_ratio(sum(run.draft_seconds for run in ours), sum(run.seconds for run in ours)),
+        target_share=_ratio(sum(run.target_seconds for run in ours), sum(run.seconds for run in ours)),
+        seconds_per_round=_ratio(sum(run.seconds for run in ours), sum(run.target_forwards for run in ours)),
         tau_prompt_lookup=_mean([count for run in lookup for count in run.accepted_per_round]),
         speedup_prompt_lookup=_ratio(base_seconds, lookup_seconds),
     )
@@ -297,8 +332,7 @@ def find_ties(target: Any, index: int, prompt: Sequence[int], ours: list[int], b
     prompt = list(prompt)
     device = torch.device(target.device)
     ids = torch.tensor([prompt + ours], device=device)
-    cache = DecodeCache(target.model.config, 1, ids.shape[1])
-    logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=len(ours) + 1).logits[0, :-1]
+    logits = target.model(ids, use_cache=False, logits_to_keep=len(ours) + 1).logits[0, :-1]
     chosen = logits.argmax(-1).tolist()
     parting = next((place for place, (a, b) in enumerate(zip(ours, base, strict=False)) if a != b), None)
     if parting is None:
@@ -312,16 +346,18 @@ def find_ties(target: Any, index: int, prompt: Sequence[int], ours: list[int], b
         top = float(row.max())
         gap = top - min(float(row[token]), float(row[other]))
         stand = len(prompt) + place - 1
-        cache.crop_to(stand)
-        step = target.model(
-            ids[:, stand : stand + 1],
-            position_ids=torch.tensor([[stand]], device=device),
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[0, -1]
+        # What plain decoding does there: one token, everything before it in a cache.
+        cache = DecodeCache(target.model.config, 1, stand + 1)
+        positions = torch.arange(stand + 1, device=device)[None]
+        for part in (slice(0, stand), slice(stand, stand + 1))[not stand :]:
+            step = target.model(
+                ids[:, part],
+                position_ids=positions[:, part],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[0, -1]
         noise = float((step.float() - row).abs().max())
-        # Back to the long forward's cache length; the one column rewritten holds the same token.
-        cache.show(0, ids.shape[1])
         unit = torch.finfo(logits.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 1e-6)))
         ties.append(Tie(index, place, token, other, gap, noise, max(2 * noise, 2 * unit)))
     return ties

@@ -1,14 +1,16 @@
 """Prompts: read from a file, and turned into token ids as a server would.
 
 A file whose first line starts with `{` is JSON lines, each `{"prompt": …}` or `{"messages": […]}` (answers at the end
-are left out: the target is to write its own). Any other file is plain text, one prompt a line. Where the tokenizer has
+are left out: the target is to write its own), or a line of a public benchmark as it is published, asked in the words of
+z-lab's harness (`_BENCHMARKS`): GSM8K, MATH-500, HumanEval, MBPP, MT-Bench. Any other file is plain text, one prompt a
+line. Where the tokenizer has
 a chat template, a plain prompt becomes a user turn; where it has none, the text itself is continued.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,22 @@ from draftsmith.data.conversations import ROLES
 from draftsmith.errors import UserError
 
 _LAYOUT = 'JSON lines of {"prompt": …} or {"messages": […]}, or plain lines'
+_STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# Fields by which a benchmark's lines are known, and what its user says in turn. The wording is that of the harness in
+# z-lab's dflash 0.1.0 (benchmark.py): figures compare only where the question is the same to the letter.
+_BENCHMARKS: tuple[tuple[frozenset[str], Callable[[dict[str, Any]], list[Any]]], ...] = (
+    (frozenset({"question", "answer"}), lambda line: [line["question"] + _STEP_BY_STEP]),
+    (frozenset({"problem", "answer"}), lambda line: [line["problem"] + _STEP_BY_STEP]),
+    (
+        frozenset({"prompt", "entry_point"}),
+        lambda line: [
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{line['prompt']}\n```"
+        ],
+    ),
+    (frozenset({"turns"}), lambda line: line["turns"]),
+    (frozenset({"prompt", "category"}), lambda line: line["prompt"]),
+)
 # Plain letters, so that no template or tokenizer treats it specially.
 _MARKER = "draftsmithMarksTheUserTurnHere"
 
@@ -27,12 +45,14 @@ class Prompt:
 
     Attributes:
         source: "file:line", for messages to people.
+        later: what the user says next, each after an answer of the target's own (`ask_in_turn`).
     """
 
     source: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    later: tuple[str, ...] = ()
 
     def as_messages(self) -> list[dict[str, Any]]:
         """As chat messages; a text becomes a user turn."""
@@ -94,6 +114,24 @@ def encode_prompts(
     return [_encode(prompt, tokenizer, template_options or {}) for prompt in prompts]
 
 
+def ask_in_turn(prompts: Sequence[Prompt], answer: Callable[[Prompt], str]) -> list[Prompt]:
+    """Every turn of every prompt as a prompt of its own, in order; what was said before stands in front of it.
+
+    Args:
+        answer: the target's own answer to a prompt, asked for where a turn follows.
+    """
+    asked = []
+    for prompt in prompts:
+        now = Prompt(prompt.source, prompt.text, prompt.messages, prompt.tools)
+        asked.append(now)
+        for turn in prompt.later:
+            said = {"role": "assistant", "content": answer(now)}
+            messages = [*now.as_messages(), said, {"role": "user", "content": turn}]
+            now = Prompt(prompt.source, messages=messages, tools=prompt.tools)
+            asked.append(now)
+    return asked
+
+
 def has_template(tokenizer: Any) -> bool:
     """Whether prompts are set in a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
@@ -149,12 +187,26 @@ def _parse(line: str, source: str) -> Prompt:
         raise UserError(f"not valid JSON: {error}", where=source, fix=_LAYOUT) from None
     if not isinstance(content, dict):
         raise UserError(f"a {type(content).__name__}, not a prompt", where=source, fix=_LAYOUT)
+    for fields, turns_of in _BENCHMARKS:
+        if fields <= content.keys() and not (fields == {"prompt", "category"} and isinstance(content["prompt"], str)):
+            return _of_turns(turns_of, content, source)
     messages, text = content.get("messages"), content.get("prompt")
     if messages is not None:
         return Prompt(source, messages=_asked(messages, source), tools=content.get("tools") or None)
     if not isinstance(text, str) or not text.strip():
         raise UserError("has neither a prompt nor messages", where=source, fix=_LAYOUT)
     return Prompt(source, text=text)
+
+
+def _of_turns(turns_of: Callable[[dict[str, Any]], list[Any]], content: dict[str, Any], source: str) -> Prompt:
+    """A benchmark's line as a prompt and the turns that follow it."""
+    try:
+        first, *later = turns_of(content)
+        if not all(isinstance(turn, str) and turn.strip() for turn in (first, *later)):
+            raise TypeError("a turn is no text")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"looks like a benchmark's line, but cannot be asked: {error}", where=source) from None
+    return Prompt(source, text=first, later=tuple(later))
 
 
 def _asked(messages: Any, source: str) -> list[dict[str, Any]]:

@@ -91,11 +91,15 @@ class DrafterProposer:
         self._drafter.extend(self._cache, features_LF, start)
         self._position = start + features_LF.shape[0]
 
-    def propose(self, tokens: list[int], width: int) -> tuple[Tensor, Tensor | None]:
+    def logits(self, tokens: list[int], width: int) -> Tensor:
+        """[width-1, V] of slots 1..width-1 of a block whose slot 0 is `tokens[-1]`."""
         self._block[0] = tokens[-1]
         embeddings_bH = self._head.embed(self._block[:width])
         hidden_bH = self._drafter.draft(self._cache, embeddings_bH, self._position)
-        logits = self._head.logits(hidden_bH[1:])
+        return self._head.logits(hidden_bH[1:])
+
+    def propose(self, tokens: list[int], width: int) -> tuple[Tensor, Tensor | None]:
+        logits = self.logits(tokens, width)
         if self._sampling.greedy:
             return logits.argmax(-1), None
         probs = self._sampling.probabilities(logits)

@@ -9,13 +9,17 @@ Cost of a round: one proposal, one target forward over at most B tokens, one tra
 temperature 0 the answer equals plain greedy decoding token for token wherever a block and a single token give the same
 argmax (always in float32, up to near-ties in bfloat16); above 0 it has the target's distribution.
 
+Targets with recurrent layers: their state is copied before a block is checked and put back if a draft is rejected; the
+tokens that stood are then read again, together with the next block, so most rounds stay one forward. When as many wait
+as a block has slots, they are read by a forward of their own and the copy moves on.
+
 Near the length limit blocks shrink, and no block is drafted past it, as in the reference decoder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +50,7 @@ class Decoded:
         stood_per_round: how many of those were accepted.
         seconds: of all rounds, prefill excluded.
         draft_seconds: the proposer's part of it.
+        target_seconds: the target's forwards in it; what is left is the check, the cache and the loop.
         prefill_seconds: target prefill, first token, and the proposer's reading of the prompt.
     """
 
@@ -56,6 +61,7 @@ class Decoded:
     stood_per_round: list[int] = field(default_factory=list)
     seconds: float = 0.0
     draft_seconds: float = 0.0
+    target_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
     @property
@@ -76,6 +82,7 @@ def decode(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    on_round: Callable[[list[int], int], None] | None = None,
 ) -> Decoded:
     """Answers one prompt; see the module's docstring.
 
@@ -83,6 +90,8 @@ def decode(
         target: a loaded `Target`.
         prompt_ids: token ids, at least one.
         stop_ids: tokens that end the answer.
+        on_round: gets the tokens that each target forward emitted, the prefill's first one included, and how many of
+            them were drafts; the drafts come first, in slots 1, 2, …
 
     Raises:
         UserError: empty prompt, no room for an answer, sampling out of range, or a target that cannot be cut back.
@@ -113,7 +122,10 @@ def decode(
         tokens = [*prompt, int(first)]
         answer = Decoded([], "stop" if tokens[-1] in stops else "length")
         answer.prefill_seconds = watch.stop()
+        if on_round is not None:
+            on_round(tokens[-1:], 0)
 
+        state = _RecurrentState(cache, len(prompt))
         watch.start()
         while len(tokens) < limit and tokens[-1] not in stops:
             start = len(tokens) - 1
@@ -121,12 +133,26 @@ def decode(
             block[0, 0] = tokens[-1]
             drafts, draft_probs = block[0, 1:1], None
             if width > 1:
-                watch.begin_part()
+                watch.begin_part("draft")
                 drafts, draft_probs = proposer.propose(tokens, width)
                 watch.end_part()
                 width = 1 + drafts.shape[0]
                 block[0, 1:width] = drafts
-            logits = run(block[:, :width], start, width)
+            watch.begin_part("target")
+            behind = start - state.at if state.exists else 0
+            if behind and (behind >= proposer.block_size or width == 1):
+                cache.crop_to(state.at)
+                run(torch.tensor([tokens[state.at : start]], device=device), state.at, 1)
+                state.moved_to(start)
+                behind = 0
+            checked = block[:, :width]
+            if behind:
+                cache.crop_to(state.at)
+                checked = torch.cat((torch.tensor([tokens[state.at : start]], device=device), checked), dim=1)
+            if width > 1:
+                state.remember()
+            logits = run(checked, start - behind, width)
+            watch.end_part()
             emitted, stood = _check(drafts, draft_probs, logits, sampling, generator)
 
             emitted = emitted[: limit - len(tokens)]
@@ -136,17 +162,53 @@ def decode(
                 answer.finish_reason = "stop"
             tokens += emitted
             cache.crop_to(len(tokens) - 1)
+            if len(tokens) - 1 == start + width:
+                state.moved_to(start + width)
+            else:
+                state.forget_block()
             answer.accepted_per_round.append(len(emitted))
             answer.drafted_per_round.append(width - 1 if stop is None else min(width - 1, len(emitted)))
             answer.stood_per_round.append(min(stood, len(emitted)))
+            if on_round is not None:
+                on_round(emitted, answer.stood_per_round[-1])
             if proposer.taps and width > 1:
-                watch.begin_part()
-                proposer.observe(view.features(len(emitted)), start)
+                watch.begin_part("draft")
+                proposer.observe(view.features(len(emitted), behind), start)
                 watch.end_part()
         answer.seconds = watch.stop()
-    answer.draft_seconds = watch.parts()
+    answer.draft_seconds, answer.target_seconds = watch.part("draft"), watch.part("target")
     answer.tokens = tokens[len(prompt) :]
     return answer
+
+
+class _RecurrentState:
+    """Where the recurrent layers of a target stand, and how to get back there; nothing to do for a target without.
+
+    Attributes:
+        exists: the target has such layers.
+        at: tokens that the state has read.
+    """
+
+    def __init__(self, cache: DecodeCache, at: int) -> None:
+        self._cache = cache
+        self._copy: list[Any] | None = None
+        self.exists = bool(cache.states)
+        self.at = at
+
+    def remember(self) -> None:
+        """Copies the state, unless a copy of it is there."""
+        if self.exists and self._copy is None:
+            self._copy = self._cache.snapshot()
+
+    def moved_to(self, at: int) -> None:
+        """Everything read so far stands."""
+        self.at, self._copy = at, None
+
+    def forget_block(self) -> None:
+        """Back to where the copy was made: what stood since is to be read again."""
+        if self.exists:
+            assert self._copy is not None, "a draft was rejected, and the state before it was not kept"
+            self._cache.restore(self._copy)
 
 
 def check_request(prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -181,11 +243,11 @@ def _check(
 
 
 class Stopwatch:
-    """Seconds of a span, and of parts within it, without making a GPU wait inside the span."""
+    """Seconds of a span, and of named parts within it, without making a GPU wait inside the span."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._parts: list[tuple[Any, Any]] = []
+        self._parts: list[tuple[str, Any, Any]] = []
 
     def start(self) -> None:
         self._begin = self._now()
@@ -194,17 +256,18 @@ class Stopwatch:
         """Seconds since `start`; waits for the device."""
         return self._now() - self._begin
 
-    def begin_part(self) -> None:
-        self._opened = self._mark()
+    def begin_part(self, name: str) -> None:
+        self._name, self._opened = name, self._mark()
 
     def end_part(self) -> None:
-        self._parts.append((self._opened, self._mark()))
+        self._parts.append((self._name, self._opened, self._mark()))
 
-    def parts(self) -> float:
-        """Seconds of all parts together; on a GPU those of its stream, so call it after `stop`."""
+    def part(self, name: str) -> float:
+        """Seconds of all parts of that name; on a GPU those of its stream, so call it after `stop`."""
+        spans = [(begin, end) for part, begin, end in self._parts if part == name]
         if self._device is None:
-            return sum(end - begin for begin, end in self._parts)
-        return sum(begin.elapsed_time(end) for begin, end in self._parts) / 1000
+            return sum(end - begin for begin, end in spans)
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
 
     def _now(self) -> float:
         if self._device is not None:

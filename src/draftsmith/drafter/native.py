@@ -5,6 +5,10 @@ What each field means to serving engines:
 - Causality: `is_causal` and `dflash_config.causal` override every layer, and engines differ in which of them they read.
   Mixed drafters write neither; all-bidirectional and all-causal ones write both.
 - Without `use_sliding_window: true` transformers drops the window without a word.
+- A factor on the logits is written twice: z-lab reads `output_multiplier`, vLLM `logit_scale`.
+
+Reading takes what others published as well: weights in several files (an index beside them), and the layout of the
+library speculators (`speculators_layout`).
 """
 
 from __future__ import annotations
@@ -19,9 +23,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafter.model import DraftModel
 from draftsmith.drafter.spec import DrafterSpec
+from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, zlab_fields
 from draftsmith.errors import UserError
+from draftsmith.target.taps import choose_taps
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 
@@ -66,7 +73,7 @@ def spec_to_config(spec: DrafterSpec, dtype: torch.dtype) -> dict[str, Any]:
     if spec.input_scale != 1.0:
         dflash["input_embedding_scale"] = spec.input_scale
     if spec.logit_multiplier != 1.0:
-        dflash["output_multiplier"] = spec.logit_multiplier
+        dflash["output_multiplier"] = config["logit_scale"] = spec.logit_multiplier
     if spec.logit_softcap is not None:
         dflash["final_logit_softcapping"] = spec.logit_softcap
     return config
@@ -92,8 +99,9 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         raise UserError(
             f"rope type {rope.get('rope_type', rope.get('type'))!r} is not supported (default is)", where=where
         )
-    theta = config.get("rope_theta", rope.get("rope_theta"))
-    softcap = either("final_logit_softcapping")
+    # Where both say it, transformers (and so every reader) takes the inner one.
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    softcap, taps = either("final_logit_softcapping"), either("target_layer_ids")
     for name, value in (("rope_theta", theta), ("mask_token_id", either("mask_token_id"))):
         if value is None:
             raise UserError(f"{name} is missing", where=where)
@@ -115,7 +123,7 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
             max_position_embeddings=int(config["max_position_embeddings"]),
             vocab_rows=int(config["vocab_size"]),
             target_layers=int(config["num_target_layers"]),
-            taps=tuple(int(tap) for tap in either("target_layer_ids", ())),
+            taps=_default_taps(config) if taps is None else tuple(int(tap) for tap in taps),
             block_size=int(either("block_size", 16)),
             mask_token_id=int(either("mask_token_id")),
             layer_types=types,
@@ -132,6 +140,11 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
     return spec
 
 
+def _default_taps(config: dict[str, Any]) -> tuple[int, ...]:
+    """Taps of a drafter that names none: the published rule, which z-lab's decoder then follows too."""
+    return choose_taps(int(config["num_target_layers"]), int(config["num_hidden_layers"]))
+
+
 def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Writes `config.json` and `model.safetensors` into `folder`, weights in `dtype` (default: as they are)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,11 +159,11 @@ def save_weights(weights: dict[str, torch.Tensor], spec: DrafterSpec, folder: Pa
     save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def read_spec(folder: Path) -> DrafterSpec:
-    """The spec of a drafter on disk.
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a drafter on disk, whatever its layout.
 
     Raises:
-        UserError: no such folder, no `config.json`, or one that is not a DFlash drafter's.
+        UserError: no such folder, no `config.json`, or not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -161,30 +174,94 @@ def read_spec(folder: Path) -> DrafterSpec:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise UserError("is not a JSON object", where=str(path))
-    return spec_from_config(config, str(path))
+    return config
 
 
-def load_drafter(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DraftModel:
-    """Builds the drafter saved in `folder`, every tensor present and none left over.
+def read_spec(folder: Path, target_layers: int | None = None) -> DrafterSpec:
+    """The spec of a drafter on disk.
+
+    Args:
+        target_layers: depth of the target, for layouts that do not say it.
 
     Raises:
-        UserError: see `read_spec`; also missing, extra or misshapen tensors, each named.
+        UserError: see `read_config`; also not a DFlash drafter's, or a field is missing.
     """
-    spec = read_spec(folder)
-    path = folder / WEIGHTS
-    try:
-        weights = load_file(str(path))
-    except FileNotFoundError:
-        raise UserError("no weights here: model.safetensors is missing", where=str(folder)) from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    config, where = read_config(folder), str(folder / CONFIG)
+    if is_speculators(config):
+        config = zlab_fields(config, where, target_layers)
+        if "num_target_layers" not in config:
+            raise UserError("does not say how many layers its target has", where=where, fix="give the target as well")
+    elif target_layers is not None:
+        config = {"num_target_layers": target_layers, **config}
+    return spec_from_config(config, where)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a drafter on disk as they are, from one file or from those that an index names.
+
+    Raises:
+        UserError: a file is missing or torn.
+    """
+    names: list[str] = [WEIGHTS]
+    index = folder / INDEX
+    if not (folder / WEIGHTS).exists() and index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"cannot be read: {error}", where=str(index)) from None
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        path = folder / Path(name).name
+        try:
+            weights |= load_file(str(path))
+        except FileNotFoundError:
+            raise UserError(f"no weights here: {path.name} is missing", where=str(folder)) from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    return weights
+
+
+def expected_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor of a drafter; builds nothing."""
     with torch.device("meta"):
         model = DraftModel(spec)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    if expected != found:
-        wrong = sorted(set(expected.items()) ^ set(found.items()))
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def read_own_weights(folder: Path, spec: DrafterSpec) -> dict[str, torch.Tensor]:
+    """The drafter's tensors in `folder`, complete and of the right shapes.
+
+    What speculators keeps beside them and the target owns (embedding, heads, vocabulary maps) is left out.
+
+    Raises:
+        UserError: see `read_weights`; also missing, extra or misshapen tensors, each named.
+    """
+    found = read_weights(folder)
+    if is_speculators(read_config(folder)):
+        found = {name: value for name, value in found.items() if name not in TARGET_OWNED}
+    expected = expected_shapes(spec)
+    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    if expected != shapes:
+        wrong = sorted(set(expected.items()) ^ set(shapes.items()))
         names = ", ".join(dict.fromkeys(name for name, _ in wrong))
-        raise UserError(f"tensors missing, left over or of another shape: {names}", where=str(path))
+        raise UserError(f"tensors missing, left over or of another shape: {names}", where=str(folder / WEIGHTS))
+    return found
+
+
+def load_drafter(
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    target_layers: int | None = None,
+) -> DraftModel:
+    """Builds the drafter saved in `folder`, every tensor present and none left over; either layout.
+
+    Raises:
+        UserError: see `read_spec` and `read_own_weights`.
+    """
+    spec = read_spec(folder, target_layers)
+    weights = read_own_weights(folder, spec)
+    with torch.device("meta"):
+        model = DraftModel(spec)
     model.load_state_dict(weights, assign=True)
     return model.to(device=device, dtype=dtype)

@@ -135,6 +135,11 @@ def notable_line(event: Event) -> str | None:
         if event.get("tau_proxy") is not None:
             parts.append(f"τ proxy {float(event['tau_proxy']):.2f}")
         return " ".join(parts)
+    if kind == "tau":
+        return (
+            f"held-out prompts at step {event.get('step')}: τ {float(event['decode']):.3f} decoded, "
+            f"{float(event['walk']):.3f} walked along the text"
+        )
     if kind == "checkpoint":
         return f"saved {event.get('path')} (step {event.get('step')})"
     if kind == "notice":

@@ -8,12 +8,13 @@ with their last value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Event
+from draftsmith.observe.figures import smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +87,11 @@ def _draw_panel(axes: Axes, train: dict[int, float], held_out: dict[int, float],
     if train:
         steps, values = list(train), list(train.values())
         axes.plot(steps, values, color=_TRAIN, alpha=0.3, linewidth=0.8)
-        axes.plot(steps, _smooth(values), color=_TRAIN, linewidth=1.8, label="training" + _tail(label))
+        axes.plot(steps, smooth(values), color=_TRAIN, linewidth=1.8, label="training" + _tail(label))
+        top = visible_top(values)
+        if top is not None:
+            axes.set_ylim(0, top)
+            axes.annotate(f"starts at {values[0]:.0f}", (0.02, 0.94), xycoords="axes fraction", va="top", fontsize=8)
     if held_out:
         axes.plot(
             list(held_out),
@@ -98,17 +103,17 @@ def _draw_panel(axes: Axes, train: dict[int, float], held_out: dict[int, float],
         )
 
 
+def visible_top(values: Sequence[float]) -> float | None:
+    """Where the axis ends if the first tenth of a curve would flatten the rest of it; None if all of it can be shown.
+
+    A drafter's loss starts far above what it ever is again, because the frozen head gives loud logits from the start.
+    """
+    rest = values[len(values) // 10 :]
+    if len(values) < 20 or max(values) <= 3 * max(rest):
+        return None
+    return 1.1 * max(rest)
+
+
 def _tail(label: str) -> str:
     """The proxy of τ is named as one: the mean over uniform anchors is usually higher than what decoding reaches."""
     return " (proxy)" if label.startswith("τ") else ""
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Exponential mean over about a fortieth of the run, without the pull towards 0 at the start."""
-    keep = 1 - 1 / max(1.0, len(values) / 40)
-    mean, weight, smooth = 0.0, 0.0, []
-    for value in values:
-        mean = keep * mean + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        smooth.append(mean / weight)
-    return smooth

@@ -2,13 +2,11 @@
 
 `run.json` names the run by its config's fingerprint. A folder is accepted when it is new or holds no more than what was
 prepared for the run (`config.yaml`, `data/`), or, with `resume=True`, when it holds the run with the same fingerprint.
-The lock is `flock` on the file `lock`: the kernel frees it when the process ends, however it ends, so a crash never
-leaves a folder locked.
+While it is in use it is locked (`lock.py`); a crash never leaves a folder locked.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -18,9 +16,9 @@ from typing import Any
 import draftsmith
 from draftsmith.config import RunConfig
 from draftsmith.errors import UserError
+from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
 
 _RUN_FILE = "run.json"
-_LOCK_FILE = "lock"
 _PREPARED = {"config.yaml", "data"}  # never written here
 _OTHER_OUTPUT = "choose another training.output"
 
@@ -116,7 +114,7 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
     if _RUN_FILE not in content:
         if resume:
             raise UserError("no run here to resume", where=where, fix="start it without --resume")
-        if content - _PREPARED - {_LOCK_FILE, f"{_RUN_FILE}.new"}:
+        if content - _PREPARED - {LOCK_FILE, f"{_RUN_FILE}.new"}:
             raise UserError("is not empty and holds no run", where=where, fix=_OTHER_OUTPUT)
         return
     there = _read_run_file(path)
@@ -133,23 +131,15 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
 
 
 def _take_lock(path: Path) -> int:
-    descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-        os.close(descriptor)
+        return take_lock(path)
+    except Held as error:
+        name = error.holder.name()
         raise UserError(
-            f"in use by another process{f' (pid {holder})' if holder else ''}",
+            f"in use by another process{f' ({name})' if name else ''}",
             where=str(path),
             fix="wait for it, stop it, or choose another training.output",
         ) from None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _write_run_file(path: Path, config: RunConfig) -> None:

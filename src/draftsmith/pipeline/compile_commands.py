@@ -26,6 +26,7 @@ import torch
 
 from draftsmith.compiled import Gate, Settings, cache
 from draftsmith.config import RunConfig, parse_config
+from draftsmith.data.conversations import write_head
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, explained, machine_facts, needs, uses
@@ -234,14 +235,10 @@ def _random_head(plan: Plan) -> TargetHead:
 
 
 def _short_data(config: RunConfig, scratch: Path) -> RunConfig:
-    """The config with the head of its first data file only."""
+    """The config with the head of its data only."""
     head = scratch / "head.jsonl"
     if not head.exists():
-        try:
-            with open(config.data.train[0], encoding="utf-8") as source:
-                head.write_text("".join(line for _, line in zip(range(DATA_LINES), source, strict=False)), "utf-8")
-        except OSError as error:
-            raise UserError(f"cannot be read: {error.strerror}", where=config.data.train[0]) from None
+        write_head(config.data.train, DATA_LINES, head)
     data = config.data.model_copy(update={"train": (str(head),), "held_out": ()})
     return config.model_copy(update={"data": data})
 

@@ -9,7 +9,6 @@ Cost: tokenising at most `SAMPLE` conversations.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from draftsmith.config import TargetConfig, load_config
 from draftsmith.data.conversations import read_conversations
+from draftsmith.data.places import find_files
 from draftsmith.data.template import Tokeniser
 from draftsmith.errors import UserError
 from draftsmith.objective.weights import default_gamma
@@ -63,7 +63,7 @@ def write_config(target: str, data: str, path: Path) -> Path:
 
     Args:
         target: directory, hub name, `.gguf` file, or "demo".
-        data: JSON-lines file of chat messages or plain text.
+        data: file, folder or dataset of conversations, as `data.train` takes it.
         path: the YAML file to write; must not exist.
 
     Raises:
@@ -120,7 +120,8 @@ def look_at_data(data: str, tokenizer: Any, vocab_rows: int) -> DataFacts:
     whole = next(iter(conversations), None) is None
     tokens = sum(lengths)
     if not whole:
-        tokens = int(tokens * max(1.0, os.path.getsize(data) / max(1, characters)))
+        size = sum(file.path.stat().st_size for file in find_files([data]))  # of compressed data, a lower bound
+        tokens = int(tokens * max(1.0, size / max(1, characters)))
     longest = sorted(lengths)[min(len(lengths) - 1, len(lengths) * 99 // 100)]
     return DataFacts(seen, usable, tokens, longest, taught / sum(lengths), used, whole)
 

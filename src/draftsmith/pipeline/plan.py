@@ -28,6 +28,12 @@ from draftsmith.target.geometry import TargetGeometry, read_geometry, read_kinds
 from draftsmith.target.load import load_tokenizer
 from draftsmith.target.taps import MaskToken, choose_mask_token
 
+# Fields of the config's drafter section that a drafter to start from decides.
+_OF_INIT = (
+    *("layers", "block_size", "taps", "mask_token_id", "heads", "kv_heads", "head_dim", "intermediate_size"),
+    *("layer_types", "sliding_window", "causal"),
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -138,7 +144,7 @@ def make_plan(
     dtype = _dtype(config.training.dtype, on_cuda)
     target_dtype = _dtype(config.target.dtype, all(device.type == "cuda" for device in topology.targets))
 
-    spec = read_spec_to_start_from(config, geometry) if config.drafter.init else None
+    spec = read_spec_to_start_from(config, geometry, notices) if config.drafter.init else None
     block_size = spec.block_size if spec else config.drafter.block_size
     progress("reading and tokenising the data")
     corpus = prepare_corpus(
@@ -170,14 +176,15 @@ def make_plan(
     )  # fmt: skip
 
 
-def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry) -> DrafterSpec:
-    """Spec of `drafter.init`, which must fit the target.
+def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry, notices: list[str]) -> DrafterSpec:
+    """Spec of `drafter.init`, which must fit the target. It decides the whole geometry; what of the config says
+    otherwise becomes a notice.
 
     Raises:
         UserError: not a drafter, or one for another target.
     """
     assert config.drafter.init is not None
-    spec = read_spec(Path(config.drafter.init))
+    spec = read_spec(Path(config.drafter.init), geometry.layers)
     ours = (geometry.hidden_size, geometry.layers, geometry.vocab_rows)
     theirs = (spec.hidden_size, spec.target_layers, spec.vocab_rows)
     if ours != theirs:
@@ -185,6 +192,23 @@ def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry) -> Draf
             f"is for another target: its hidden size, layers and vocabulary are {theirs}, the target's are {ours}",
             where=config.drafter.init,
         )
+    notices.append(f"weights and geometry of the drafter come from {config.drafter.init}")
+    given = config.drafter.model_fields_set
+    replaced = [
+        f"drafter.{name} ({getattr(config.drafter, name)}, there {getattr(spec, name)})"
+        for name in _OF_INIT
+        if name in given and getattr(config.drafter, name) not in (None, getattr(spec, name))
+    ]
+    if replaced:
+        notices.append(f"drafter.init replaces {', '.join(replaced)}")
+    for name, there, here in (
+        ("rope_theta", spec.rope_theta, geometry.rope_theta),
+        ("input embedding factor", spec.input_scale, geometry.embedding_scale),
+        ("logit factor", spec.logit_multiplier, geometry.logit_multiplier),
+        ("logit cap", spec.logit_softcap, geometry.logit_softcap),
+    ):
+        if there != here:
+            notices.append(f"drafter.init has {name} {there}, the target {here}; its own is kept")
     return spec
 
 

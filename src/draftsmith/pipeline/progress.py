@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ from draftsmith.objective import Sums
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.clock import WorkerClock
 from draftsmith.pipeline.jobs import JobSequence
+from draftsmith.pipeline.saving import Saver
 from draftsmith.training.schedule import learning_rate_factor
 
 RATE_SECONDS = 20.0
+LAST_SAVE_SECONDS = 600.0  # for which a disk that refuses the last checkpoint is tried again
+
+Snapshot = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Progress:
         first_update: where this process starts.
         log: takes the events.
         clocks: of all workers.
-        save: writes the checkpoint after that many updates, returns its folder.
+        saver: writes checkpoints.
+        snapshot: (masters and optimizer state of all replicas, further facts), for a checkpoint.
         max_minutes: end after this time, with a checkpoint.
         overfit: end once the loss is near zero.
     """
@@ -61,14 +67,22 @@ class Progress:
         first_update: int,
         log: EventLog,
         clocks: list[WorkerClock],
-        save: Callable[[int], Path],
+        saver: Saver,
+        snapshot: Snapshot,
         max_minutes: float | None,
         overfit: bool,
     ) -> None:
         self.config, self.sequence, self.log, self.clocks = config, sequence, log, clocks
-        self._save, self._overfit = save, overfit
+        self.saver, self._snapshot, self._overfit = saver, snapshot, overfit
         self._limit = None if max_minutes is None else max_minutes * 60
-        self._requested = ""
+        self.requested = ""
+        self.urgent = False  # somebody waits for the end
+        self._deadline = math.inf  # monotonic, for the last checkpoint
+        self._save_requested = False
+        self._save_due = False
+        self._last_save = threading.Lock()  # taken by whoever writes the last checkpoint, and kept
+        self._saving = -1  # the update that a checkpoint follows
+        self._paused = 0.0  # seconds that are not counted when speed is measured
         self.warm = threading.Event()
         self._lock = threading.Lock()
         self._tokens = 0
@@ -76,14 +90,22 @@ class Progress:
         self._began = time.monotonic()
         self._recent: deque[tuple[float, int, float]] = deque()
         self._pending: deque[_Pending] = deque()
-        self._last_saved = -1
         self.steps_done = first_update
         self.reason = "all steps done"
         self.loss = math.nan
         self.losses: list[float] = []
         self.tau_proxy = math.nan
         self.evaluation: dict[str, object] | None = None
-        self.checkpoint: Path | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint that this process wrote."""
+        return self.saver.last
+
+    @property
+    def saving_last(self) -> bool:
+        """Whether the last checkpoint is being written, or is."""
+        return self._last_save.locked()
 
     @property
     def tokens(self) -> int:
@@ -100,9 +122,15 @@ class Progress:
         self._began = time.monotonic()
         self.warm.set()
 
-    def request_end(self, reason: str) -> None:
-        """Ends the run after the update that is being worked on, with a checkpoint."""
-        self._requested = self._requested or reason
+    def request_end(self, reason: str, within: float = math.inf) -> None:
+        """Ends the run after the update that is being worked on, with a checkpoint, in so many seconds at most."""
+        self.requested = self.requested or reason
+        self.urgent = self.urgent or reason in ("interrupted", "terminated")
+        self._deadline = min(self._deadline, time.monotonic() + within)
+
+    def request_save(self) -> None:
+        """Saves after the update that is being worked on, and goes on."""
+        self._save_requested = True
 
     def count_tokens(self, tokens: int) -> None:
         """Adds a row's real tokens; called by all drafters."""
@@ -123,42 +151,79 @@ class Progress:
         self._report("eval", update, torch.cat((torch.zeros(1, device=sums.values.device), sums.values)))
 
     def wants_end(self, update: int) -> bool:
-        """Whether this update is to be the last."""
-        if update + 1 == self.sequence.steps:
-            return True
+        """Whether this update is to be the last. Also settles whether a checkpoint follows it."""
         if self._limit is not None and self.seconds >= self._limit:
             self.request_end("time limit")
         if self._overfit and self.loss < OVERFIT_LOSS:
             self.request_end("overfitted")
-        if self._requested:
-            self.reason = self._requested
-        return bool(self._requested)
+        end = update + 1 == self.sequence.steps
+        if self.requested and not end:
+            self.reason, end = self.requested, True
+        if update == self._first_update:
+            self.saver.prepare(self._snapshot()[0])
+        every = self.config.training.save_every
+        decode_every = self.config.decoding.every
+        due = any(each > 0 and (update + 1) % each == 0 for each in (every, decode_every))
+        # What could not be written is due again, and so is what came while another was being written.
+        self._save_due = self._save_due or due or self._save_requested or self.saver.failed is not None
+        if end or (self._save_due and self.saver.ready):
+            self._saving = update
+        return end
 
     def saves_after(self, update: int) -> bool:
-        """Whether a checkpoint is due."""
-        every = self.config.training.save_every
-        return every > 0 and (update + 1) % every == 0
+        """Whether a checkpoint follows. Asked by all replicas, after they agreed on what `wants_end` said."""
+        return self._saving == update
 
     def save(self, update: int, *, last: bool) -> None:
-        """Writes the checkpoint of an update, once. A disk that fails does not end the run, only its last save does.
+        """Has the checkpoint of an update written: in the background, or to the end if it is the run's last.
 
         Raises:
             UserError: the last checkpoint of the run could not be written.
         """
-        if self._last_saved == update:
-            return
         self.flush()
+        began = time.monotonic()
+        tensors, state = self._snapshot()
+        self._save_due = self._save_requested = False
+        if last:
+            if self._last_save.acquire(blocking=False):
+                self._finish_saving(update + 1, tensors, state)
+        else:
+            self.saver.take(update + 1, tensors, state)
+            self._paused += time.monotonic() - began
+
+    def save_between(self, updates: int) -> bool:
+        """Writes the last checkpoint from another thread, which holds masters and optimizer state still.
+
+        Args:
+            updates: done in all.
+
+        Returns:
+            Whether it did: false if replica 0 is at it already, or no update was done since the last checkpoint.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if not self._last_save.acquire(blocking=False):
+            return False
+        self.steps_done, self.reason = updates, self.requested
+        if updates in (self._first_update, self.saver.last_step):
+            return False
+        tensors, state = self._snapshot()
+        for device in {value.device for value in tensors.values() if value.is_cuda}:
+            torch.cuda.synchronize(device)
+        self._finish_saving(updates, tensors, state)
+        return True
+
+    def _finish_saving(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
-            self.checkpoint = self._save(update + 1)
+            limit = time.monotonic() + LAST_SAVE_SECONDS
+            self.saver.finish(step, tensors, state, lambda: min(limit, self._deadline) - time.monotonic())
         except OSError as error:
-            text = f"the checkpoint of step {update + 1} could not be written: {error.strerror or error}"
-            if last:
-                kept = f"the last one is {self.checkpoint}" if self.checkpoint else "there is no earlier one"
-                raise UserError(f"{text}; {kept}", where=self.config.training.output) from None
-            self.log.write("error", text=f"{text}; training goes on")
-            return
-        self._last_saved = update
-        self.log.write("checkpoint", step=update + 1, path=str(self.checkpoint))
+            kept = f"the last one is {self.checkpoint}" if self.checkpoint else "there is no earlier one"
+            raise UserError(
+                f"the checkpoint of step {step} could not be written: {error.strerror or error}; {kept}",
+                where=self.config.training.output,
+            ) from None
 
     def finish(self) -> None:
         """Reports what is still on its way."""
@@ -176,7 +241,7 @@ class Progress:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
             values, event = host, stream.record_event()
-        self._pending.append(_Pending(update, kind, values, event, self._tokens, time.monotonic()))
+        self._pending.append(_Pending(update, kind, values, event, self._tokens, time.monotonic() - self._paused))
         while len(self._pending) > 1:
             self._emit(self._pending.popleft())
 
@@ -201,7 +266,7 @@ class Progress:
         if not math.isnan(loss):
             self.loss, self.tau_proxy = loss, float(summary["tau_proxy"])  # type: ignore[arg-type]
         self.losses.append(loss)
-        rate, wait = self._rates(pending)
+        rate, wait, covered = self._rates(pending)
         done = step - self._first_update
         self.log.write(
             "step",
@@ -212,8 +277,10 @@ class Progress:
             accept_by_slot=summary["accept_by_slot"],
             lr=self.config.optimizer.lr * self.lr_factor(pending.update),
             grad_norm=norm,
+            blocks=summary["blocks"],
             tokens=pending.tokens,
             tokens_per_second=rate,
+            rate_seconds=round(covered, 3),
             data_wait=wait,
             eta_seconds=self.seconds / done * (self.sequence.steps - step),
         )
@@ -221,8 +288,8 @@ class Progress:
             for span in clock.drain():
                 self.log.write("work", **span)
 
-    def _rates(self, pending: _Pending) -> tuple[float, float]:
-        """(real tokens per second, share of the drafters' time spent waiting for rows), over the last seconds."""
+    def _rates(self, pending: _Pending) -> tuple[float, float, float]:
+        """(real tokens per second, share of the drafters' time spent waiting for rows, seconds that both cover)."""
         drafters = [clock for clock in self.clocks if clock.worker.startswith("drafter")]
         waited = sum(clock.seconds["input"] for clock in drafters) / len(drafters)
         if not self._recent:
@@ -232,7 +299,7 @@ class Progress:
             self._recent.popleft()
         began, tokens, waited_before = self._recent[0]
         seconds = max(pending.time - began, 1e-9)
-        return (pending.tokens - tokens) / seconds, min(1.0, (waited - waited_before) / seconds)
+        return (pending.tokens - tokens) / seconds, min(1.0, (waited - waited_before) / seconds), seconds
 
 
 OVERFIT_LOSS = 0.05

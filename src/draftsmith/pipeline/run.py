@@ -1,16 +1,17 @@
 """Training from start to end: plan, load, start the workers, supervise, save, stop.
 
 One process. The main thread loads, starts the threads and then only waits: for the end, for Ctrl-C (once: finish the
-update and save; twice: stop at once), or for the first failure, which ends all workers within seconds and is raised
-here.
+update and save; twice: stop at once), for a signal (`signals.py`), or for the first failure, which ends all workers
+within seconds and is raised here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,24 +26,31 @@ from draftsmith.drafter.model import DraftModel, initialise
 from draftsmith.errors import UserError
 from draftsmith.objective import HeadTerms, Objective, decay_weights
 from draftsmith.observe.events import Event, EventLog
+from draftsmith.observe.notice import Noticer, environment_changes, find_earlier
 from draftsmith.observe.run_folder import check_run_folder, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
+from draftsmith.observe.tracking import find_tracker, trackers
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, make_regions
 from draftsmith.pipeline.environment import environment_record
+from draftsmith.pipeline.held_out import HeldOut
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import Plan, make_plan, overfit_config
 from draftsmith.pipeline.progress import OVERFIT_LOSS, Progress
+from draftsmith.pipeline.saving import Saver
+from draftsmith.pipeline.signals import Signals, Terminated, listening
+from draftsmith.pipeline.stored import stored_targets
 from draftsmith.pipeline.sync import Exchange
 from draftsmith.pipeline.topology import Topology
+from draftsmith.pipeline.vitals import Vitals
 from draftsmith.pipeline.workers import DrafterWorker, Featured, PrefetchWorker, Prepared, TargetWorker, Worker
 from draftsmith.target.forward import Target
 from draftsmith.target.head import TargetHead
 from draftsmith.target.load import load_target
 from draftsmith.training.checkpoint import (
     Checkpoint,
-    list_checkpoints,
-    load_checkpoint,
+    clean_up,
+    newest_usable,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -50,6 +58,9 @@ from draftsmith.training.step import Replica
 from draftsmith.training.update import ReplicaUpdate, make_updates
 
 JOIN_SECONDS = 10.0
+PATIENT_SHARE = 0.4  # of the grace, for the update under way
+DISAGREEMENT = "what trains is not what serves"
+ABANDONED = ("interrupted", "terminated", DISAGREEMENT)  # reasons after which nothing more is decoded
 HELD_OUT_SEED = 0x48454C44  # anchors of held-out rows: fixed, and not those of a training epoch
 
 
@@ -60,7 +71,7 @@ class TrainResult:
     Attributes:
         folder: of the run.
         step: updates done.
-        reason: why it ended ("all steps done", "time limit", "interrupted", "overfitted").
+        reason: why it ended ("all steps done", "time limit", "interrupted", "terminated", "overfitted").
         loss, tau_proxy: of the last update.
         losses: of every update of this process.
         evaluation: last held-out figures, if any.
@@ -115,14 +126,18 @@ def train(
         config = overfit_config(config)
     # Everything that can be wrong is found before the folder is touched.
     check_run_folder(config, resume=resume)
+    for name in config.training.trackers:
+        find_tracker(name)
     plan = make_plan(config, overfit=overfit)
     with open_run_folder(config, resume=resume) as folder:
         listeners = [listener] if listener else []
         if config.training.tensorboard:
             listeners.append(TensorBoard(folder.tensorboard))
-        with EventLog(folder.events, listeners) as log:
+        with EventLog(folder.events, listeners) as log, listening() as signals:
+            for tracker in trackers(config.training.trackers, folder.path, lambda text: log.write("notice", text=text)):
+                log.listen(tracker)
             try:
-                return _train(plan, folder.path, log, resume, max_minutes, overfit)
+                return _train(plan, folder.path, log, signals, resume, max_minutes, overfit)
             except BaseException as error:
                 log.write("error", text=str(error) or type(error).__name__)
                 log.write("end", reason="failed", step=None)
@@ -130,9 +145,15 @@ def train(
 
 
 def _train(
-    plan: Plan, folder: Path, log: EventLog, resume: bool, max_minutes: float | None, overfit: bool
+    plan: Plan,
+    folder: Path,
+    log: EventLog,
+    signals: Signals,
+    resume: bool,
+    max_minutes: float | None,
+    overfit: bool,
 ) -> TrainResult:
-    checkpoint = _checkpoint_to_resume(folder, plan) if resume else None
+    checkpoint = _checkpoint_to_resume(folder, plan, log) if resume else None
     facts = plan.to_json()
     record = json.dumps(environment_record(), indent=1, default=str) + "\n"
     (folder / "environment.json").write_text(record, encoding="utf-8")
@@ -144,7 +165,7 @@ def _train(
         log.write("notice", text=notice)
 
     with _cpu_threads(plan.topology, log):
-        return _load_and_run(plan, folder, log, checkpoint, max_minutes, overfit)
+        return _load_and_run(plan, folder, log, signals, checkpoint, max_minutes, overfit)
 
 
 @contextmanager
@@ -169,6 +190,7 @@ def _load_and_run(
     plan: Plan,
     folder: Path,
     log: EventLog,
+    signals: Signals,
     checkpoint: Checkpoint | None,
     max_minutes: float | None,
     overfit: bool,
@@ -181,7 +203,7 @@ def _load_and_run(
         cache.use(cache_folder(plan))
     gate = Gate()
     try:
-        return _run(plan, folder, log, gate, targets, checkpoint, max_minutes, overfit)
+        return _run(plan, folder, log, signals, gate, targets, checkpoint, max_minutes, overfit)
     finally:
         gate.close()
 
@@ -190,6 +212,7 @@ def _run(
     plan: Plan,
     folder: Path,
     log: EventLog,
+    signals: Signals,
     gate: Gate,
     targets: list[Target],
     checkpoint: Checkpoint | None,
@@ -206,21 +229,61 @@ def _run(
         for update in updates:
             update.refresh(updates)
 
-    def save(step: int) -> Path:
+    identity = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint()}
+
+    def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors = {name: value for update in updates for name, value in update.state_tensors().items()}
-        state = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint(), "loss": progress.loss}
-        path = save_checkpoint(folder, step, plan.spec, tensors, plan.dtype, state)
-        prune_checkpoints(folder, config.training.keep)
-        return path
+        return tensors, {**identity, "loss": progress.loss}
+
+    def write(step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
+        return save_checkpoint(folder, step, plan.spec, tensors, plan.dtype, state)
+
+    held_out: HeldOut | None = None
+
+    def written(step: int, path: Path) -> None:
+        if held_out is not None:
+            held_out.offer(step, path)
+        spare = held_out.spared() if held_out is not None else []
+        prune_checkpoints(folder, config.training.keep, keep_every=config.training.keep_every, spare=spare)
 
     workers: list[Worker] = []
-    progress = Progress(config, sequence, first_update, log, [], save, max_minutes, overfit)
     stop = Stop()
+    saver = Saver(write, log, stop, written)
+    progress = Progress(config, sequence, first_update, log, [], saver, snapshot, max_minutes, overfit)
     workers += _make_workers(plan, targets, replicas, updates, progress, gate, log, first_update, stop, overfit)
     progress.clocks.extend(worker.clock for worker in workers)
-    log.write("run", step=first_update, steps=sequence.steps, workers=[worker.name for worker in workers])
-    if first_update < sequence.steps:
-        _supervise(workers, stop, progress)
+    cards = {str(device): _card(device) for device in plan.topology.devices}
+    earlier = find_earlier(folder, cards)
+    log.listen(Noticer(log, earlier, environment_changes(earlier.folder, folder) if earlier else []))
+    log.write(
+        "run",
+        step=first_update,
+        steps=sequence.steps,
+        workers=[worker.name for worker in workers],
+        cards=cards,
+        **identity,
+        anchors=config.rows.anchors * config.training.rows_per_update,
+    )
+    links = {worker.name: worker.inbox for worker in workers if isinstance(worker, (TargetWorker, DrafterWorker))}
+    devices, queue = plan.topology.devices, config.pipeline.queue
+    try:
+        if first_update < sequence.steps:
+            if config.decoding.every:
+                held_out = HeldOut(plan, folder, log, lambda: progress.request_end(DISAGREEMENT), first_update)
+            with Vitals(log, folder, devices, progress.clocks, links, queue, lambda: progress.steps_done):
+                _supervise(workers, stop, progress, signals, config.training.grace)
+            if held_out is not None and saver.last is not None and progress.reason not in ABANDONED:
+                held_out.offer(saver.last_step, saver.last, last=True)
+                with suppress(KeyboardInterrupt):  # everything is saved: only the last figure is given up
+                    held_out.finish(lambda: progress.urgent)
+    finally:
+        saver.close()
+        if held_out is not None:
+            held_out.close()
+    if held_out is not None and held_out.failure:
+        raise UserError(
+            held_out.failure, where="decoding.bound", fix="decoding.on_disagreement=warn trains on as it is"
+        )
     reason = progress.reason
     succeeded = not overfit or progress.loss < OVERFIT_LOSS
     log.write("end", reason=reason, step=progress.steps_done)
@@ -239,8 +302,12 @@ def _run(
     )
 
 
-def _supervise(workers: list[Worker], stop: Stop, progress: Progress) -> None:
+def _supervise(workers: list[Worker], stop: Stop, progress: Progress, signals: Signals, grace: float) -> None:
     """Starts the workers and waits for the end; raises what went wrong first."""
+    signals.end = lambda: progress.request_end("terminated", within=grace)
+    signals.save = progress.request_save
+    exchange = next(worker.exchange for worker in workers if isinstance(worker, DrafterWorker))
+    first_update, patience = progress.steps_done, math.inf
     waiting = [worker for worker in workers if not isinstance(worker, DrafterWorker)]
     for worker in workers:
         if worker not in waiting:
@@ -254,6 +321,23 @@ def _supervise(workers: list[Worker], stop: Stop, progress: Progress) -> None:
                     worker.start()
                 waiting = []
             stop.wait(0.05)
+            if progress.requested == "terminated":
+                if waiting:  # still warming up: nothing to save
+                    stop.set()
+                    raise Terminated("terminated before the first update")
+                patience = min(patience, time.monotonic() + grace * PATIENT_SHARE)
+                if time.monotonic() >= patience and not progress.saving_last:
+                    # The update under way takes too long: what is saved is the state before it.
+                    with exchange.still:
+                        progress.save_between(first_update + exchange.done)
+                    stop.set()
+                    # Each worker leaves after its row; the process should not end in the middle of one.
+                    latest = patience + grace * (1 - PATIENT_SHARE) - 1.0
+                    for worker in workers:
+                        worker.join(max(0.0, latest - time.monotonic()))
+                    return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             interrupts += 1
             if interrupts == 1:
@@ -281,7 +365,9 @@ def _supervise(workers: list[Worker], stop: Stop, progress: Progress) -> None:
 
 
 def load_targets(plan: Plan) -> list[Target]:
-    """One `Target` per target worker; workers on one device share it."""
+    """One `Target` per target worker, or what stands in for it; workers on one device share it."""
+    if plan.config.target.features:
+        return stored_targets(plan, Path(plan.config.target.features))
     loaded: dict[torch.device, Target] = {}
     for device in plan.topology.targets:
         if device not in loaded:
@@ -299,7 +385,8 @@ def make_replicas(plan: Plan, head: TargetHead, gate: Gate, checkpoint: Checkpoi
     for index, device in enumerate(plan.topology.drafters):
         model = DraftModel(spec, config.training.activation_checkpointing)
         if config.drafter.init and checkpoint is None:
-            model.load_state_dict(load_drafter(Path(config.drafter.init), dtype=torch.float32).state_dict())
+            start = load_drafter(Path(config.drafter.init), dtype=torch.float32, target_layers=spec.target_layers)
+            model.load_state_dict(start.state_dict())
         else:
             initialise(model, config.training.seed, head.final_scale_H)
         model = model.to(device, plan.dtype)
@@ -389,6 +476,11 @@ def _make_workers(
     return workers
 
 
+def _card(device: torch.device) -> str:
+    """What the device is, by its maker's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 def _first_of(first: int, index: int, count: int) -> int:
     """The lowest number ≥ first that belongs to worker `index` of `count`."""
     return first + (index - first) % count
@@ -432,19 +524,38 @@ def draft_batch(plan: Plan, row: Row, weights: torch.Tensor, seed: tuple[int, ..
         kinds=plan.spec.kinds,
         seed=seed,
         with_tiles=plan.attention == "flex",
+        per_document=plan.config.anchors.limits(),
     )
 
 
-def _checkpoint_to_resume(folder: Path, plan: Plan) -> Checkpoint | None:
-    """The newest checkpoint, checked against this run; None if the run stopped before its first one."""
-    found = list_checkpoints(folder)
-    if not found:
+def _checkpoint_to_resume(folder: Path, plan: Plan, log: EventLog) -> Checkpoint | None:
+    """The newest checkpoint that is whole and of this run; None if the run stopped before its first one.
+
+    Raises:
+        UserError: none of them can be used, or the training rows are others.
+    """
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in DraftModel(plan.spec).named_parameters()}
+
+    def accept(checkpoint: Checkpoint) -> None:
+        if checkpoint.state.get("fingerprint") != plan.config.fingerprint():
+            raise UserError("this checkpoint is of another run", where=str(checkpoint.folder))
+        if {name: tuple(value.shape) for name, value in checkpoint.masters.items()} != expected:
+            raise UserError("this checkpoint is of another drafter", where=str(checkpoint.folder))
+
+    def refused(error: UserError, place: Path) -> None:
+        log.write("notice", topic="checkpoint", text=f"refused {error}; it lies in {place.name}")
+
+    clean_up(folder)
+    checkpoint = newest_usable(folder, accept, refused)
+    if checkpoint is None:
+        log.write("notice", text="there is no checkpoint yet: starts from the first step")
         return None
-    checkpoint = load_checkpoint(found[-1])
     if checkpoint.state.get("data") != plan.corpus.train.fingerprint():
         raise UserError(
             "its training rows are not those of this checkpoint: data files, tokenizer or template changed",
             where=str(checkpoint.folder),
             fix="restore them, or start a new run with drafter.init set to this checkpoint",
         )
+    log.write("notice", text=f"resumed from {checkpoint.folder.name}")
     return checkpoint

@@ -6,6 +6,7 @@ waits for a device on the host. Sums are formed in replica order: the result doe
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -20,12 +21,19 @@ from draftsmith.training.update import ReplicaUpdate, total_sums
 class Exchange:
     """Runs the shared update of D replicas, one call per replica thread.
 
+    Attributes:
+        updates: of the replicas.
+        still: whoever holds this lock finds masters and optimizer state between two updates, on the host's side.
+        done: updates that are complete.
+
     If it fails: a replica that raises ends the pipeline through `Stop`, which breaks the barrier; the others leave with
     `Stopped`.
     """
 
     def __init__(self, updates: list[ReplicaUpdate], stop: Stop) -> None:
         self.updates = updates
+        self.still = threading.Lock()
+        self.done = 0
         self._barrier = stop.watch(threading.Barrier(len(updates)))
         self._posted: list[tuple[Any, torch.cuda.Event | None]] = [(None, None)] * len(updates)
 
@@ -59,8 +67,14 @@ class Exchange:
         total = self.total(index, sums)
         squares = self.meet(index, own.reduce(self.updates, total.weight))
         norm = torch.stack([square.to(own.device) for square in squares]).sum().sqrt()
-        own.apply(norm, lr_factor)
-        self.meet(index)
+        # Replica 0 holds the lock from before the first of them applies until the last of them has.
+        with self.still if index == 0 else contextlib.nullcontext():
+            if len(self.updates) > 1:
+                self._wait()
+            own.apply(norm, lr_factor)
+            self.meet(index)
+            if index == 0:
+                self.done += 1
         own.refresh(self.updates)
         return total, norm
 

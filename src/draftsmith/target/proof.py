@@ -63,7 +63,7 @@ def choose_packing(target: Target) -> None:
         target.packing_reason = f"packed features differ from separate ones by {error:.1e}, more than {bound:.0e}"
     else:
         target.packing = "mask"
-        target.packing_reason = f"packed features equal separate ones to {error:.1e}, by mask: {no_kernel or before}"
+        target.packing_reason = f"packed features equal separate ones to {error:.1e} ({no_kernel or before})"
 
 
 def packing_error(target: Target, packing: str) -> float | None:

@@ -1,0 +1,259 @@
+"""`bench decode`: what a drafter is worth on this machine, by task, by block size and by length of context.
+
+Every task's prompts are decoded with the drafter and, in the same loop, at block size 1; figures are those of
+`decode.evaluate`. Then a few prompts are decoded at every block size up to the trained one: a smaller block drafts less
+and costs less, and which is best depends on the machine. Then prompts are set behind longer and longer texts (other
+prompts), up to and beyond the context that the drafter was trained on.
+
+Cost: three decodings per prompt, one per prompt of the sample and block size, one per prompt of the sample and context.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.decode.evaluate import Evaluation, evaluate, stop_ids_of, take_turns
+from draftsmith.decode.prompts import Prompt, encode_prompts
+from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
+from draftsmith.decode.speculative import Decoded, decode
+from draftsmith.errors import UserError
+
+SAMPLE = 8  # prompts at each block size and context
+_WARM_UP = 8
+
+
+def bench_decode(
+    drafter: Any,
+    target: Any,
+    tasks: Sequence[tuple[str, Sequence[Prompt]]],
+    *,
+    max_new_tokens: int = 256,
+    sampling: dict[str, Any] | None = None,
+    contexts: Sequence[int] = (),
+    trained_length: int | None = None,
+    template_options: dict[str, Any] | None = None,
+    progress: Callable[[str, int, int], None] = lambda _what, _done, _all: None,
+) -> dict[str, Any]:
+    """Measures a drafter; returns one dictionary for people, programs and the picture.
+
+    Args:
+        drafter: on the target's device and in its dtype.
+        tasks: (name, prompts).
+        sampling: temperature, top_k, top_p and seed, as `decode` takes them.
+        contexts: tokens of context at which τ is measured.
+        trained_length: S, the context of a training row, if known.
+        progress: called with what is being done, and how far it is.
+
+    Raises:
+        UserError: no prompts, a context beyond the target's positions, or see `decode`.
+    """
+    if not tasks or not all(prompts for _, prompts in tasks):
+        raise UserError("there are no prompts to decode", where="bench decode", fix="give --prompts TASK=FILE")
+    sampling = sampling or {}
+    results, sample = [], []
+    for name, prompts in tasks:
+        asked = take_turns(target, prompts, max_new_tokens, template_options)
+        encoded = encode_prompts(asked, target.tokenizer, template_options)
+        sample += encoded[: max(1, SAMPLE // len(tasks))]
+
+        def told(done: int, total: int, task: str = name) -> None:
+            progress(task, done, total)
+
+        evaluation = evaluate(drafter, target, encoded, max_new_tokens=max_new_tokens, progress=told, **sampling)
+        results.append({"task": name, **_task(evaluation)})
+    trained = drafter.spec.block_size
+    sizes = sorted({2, 3, 4, 6, 8, 12, 16, 24, 32, trained} & set(range(2, trained + 1)))
+    by_size = []
+    for done, size in enumerate((1, *sizes)):
+        progress("block size", done, len(sizes) + 1)
+        proposer = GreedyProposer() if size == 1 else DrafterProposer(drafter, target.head(), size)
+        by_size.append(
+            {"block_size": size, **_figures(_decode_all(target, proposer, sample, max_new_tokens, sampling))}
+        )
+    best = min(by_size, key=lambda entry: entry["seconds_per_token"])
+    result = {
+        "bench": "decode",
+        "tasks": results,
+        "block_sizes": by_size,
+        "best_block_size": best["block_size"],
+        "trained_block_size": trained,
+        "contexts": _by_context(drafter, target, tasks, contexts, sampling, trained_length, template_options, progress),
+        "trained_length": trained_length,
+        "machine": _machine(target),
+    }
+    return result
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The tables, for people."""
+    names = (("answers", 8), ("τ", 7), ("τ/answer", 9), ("tok/s", 8), ("plain", 8), ("speed-up", 9), ("ms/round", 9))
+    lines = [f"{'task':<16}" + "".join(f"{name:>{width}}" for name, width in names)]
+    for task in result["tasks"]:
+        lines.append(
+            f"{task['task']:<16}{task['answers']:>8}{task['tau']:>7.2f}{task['tau_per_response']:>9.2f}"
+            f"{1 / task['seconds_per_token']:>8.0f}{1 / task['baseline_seconds_per_token']:>8.0f}"
+            f"{task['speedup']:>8.2f}x{1e3 * task['seconds_per_round']:>9.2f}"
+        )
+        draft, checked = task["draft_share"], task["target_share"]
+        slots = " ".join(f"{share:.2f}" for share in task["accept_by_slot"])
+        lines.append(f"  a round: drafter {draft:.0%}, target {checked:.0%}, rest {1 - draft - checked:.0%}")
+        lines.append(f"  accepted by slot: {slots}")
+        said = task["distribution"]
+        how = "token for token" if said is None else f"p = {said['p_value']:.3g} over {said['tokens']} tokens"
+        lines.append(f"  lossless: {'yes' if task['lossless'] else 'NO'} ({how})")
+    lines.append(f"{'block size':<16}{'τ':>7}{'tok/s':>8}{'speed-up':>9}{'ms/round':>9}")
+    plain = result["block_sizes"][0]["seconds_per_token"]
+    for entry in result["block_sizes"]:
+        mark = "  best here" if entry["block_size"] == result["best_block_size"] else ""
+        lines.append(
+            f"{entry['block_size']:<16}{entry['tau']:>7.2f}{1 / entry['seconds_per_token']:>8.0f}"
+            f"{plain / entry['seconds_per_token']:>8.2f}x{1e3 * entry['seconds_per_round']:>9.2f}{mark}"
+        )
+    if result["contexts"]:
+        lines.append(f"{'context':<16}{'τ':>7}{'tok/s':>8}{'ms/round':>9}")
+        for entry in result["contexts"]:
+            beyond = "  beyond the trained context" if entry["beyond_trained"] else ""
+            lines.append(
+                f"{entry['context']:<16}{entry['tau']:>7.2f}{1 / entry['seconds_per_token']:>8.0f}"
+                f"{1e3 * entry['seconds_per_round']:>9.2f}{beyond}"
+            )
+    return lines
+
+
+def draw(result: dict[str, Any], path: Path) -> Path:
+    """Three panels: acceptance by slot, τ by task, τ by length of context.
+
+    Raises:
+        UserError: the picture cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    contexts = result["contexts"]
+    figure = Figure(figsize=(12 if contexts else 8.5, 3.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 3 if contexts else 2)
+    for task in result["tasks"]:
+        shares = task["accept_by_slot"]
+        panels[0].plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=task["task"])
+    panels[0].set(xlabel="slot", ylabel="share of blocks accepted so far", ylim=(0, 1), title="acceptance by position")
+    panels[0].legend(frameon=False, fontsize=8)
+    names = [task["task"] for task in result["tasks"]]
+    taus = [task["tau"] for task in result["tasks"]]
+    bars = panels[1].bar(names, taus, color="#1f6feb")
+    panels[1].bar_label(bars, fmt="%.2f")
+    panels[1].axhline(1, color="grey", linewidth=1)
+    panels[1].set(ylabel="τ (tokens per target forward)", title="τ by task")
+    panels[1].tick_params(axis="x", rotation=20)
+    if contexts:
+        panels[2].plot([entry["context"] for entry in contexts], [entry["tau"] for entry in contexts], marker="o")
+        if result["trained_length"]:
+            panels[2].axvline(result["trained_length"], color="grey", linestyle="--", label="trained on")
+            panels[2].legend(frameon=False, fontsize=8)
+        panels[2].set(xlabel="tokens of context", ylabel="τ", title="τ by length of context")
+    for panel in panels:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be written: {error}", where=str(path)) from None
+    return path
+
+
+def _task(evaluation: Evaluation) -> dict[str, Any]:
+    content = evaluation.to_json()
+    return {key: value for key, value in content.items() if key not in ("ties", "distinct_4grams_per_prompt")}
+
+
+def _by_context(
+    drafter: Any,
+    target: Any,
+    tasks: Sequence[tuple[str, Sequence[Prompt]]],
+    contexts: Sequence[int],
+    sampling: dict[str, Any],
+    trained_length: int | None,
+    template_options: dict[str, Any] | None,
+    progress: Callable[[str, int, int], None],
+) -> list[dict[str, Any]]:
+    limit = target.geometry.max_position_embeddings
+    tokens = 64
+    for context in contexts:
+        if not 1 <= context <= limit - tokens:
+            raise UserError(
+                f"a context of {context} leaves no room for an answer: the target has {limit} positions",
+                where="--contexts",
+            )
+    texts = [prompt for _, prompts in tasks for prompt in prompts]
+    proposer = DrafterProposer(drafter, target.head())
+    result = []
+    for done, context in enumerate(contexts):
+        progress("context", done, len(contexts))
+        prompts = [
+            lengthened(texts, place, context, target.tokenizer, template_options)
+            for place in range(min(SAMPLE // 2, len(texts)))
+        ]
+        runs = _decode_all(target, proposer, prompts, tokens, sampling)
+        beyond = trained_length is not None and context > trained_length
+        result.append({"context": context, "beyond_trained": beyond, "prompts": len(prompts), **_figures(runs)})
+    return result
+
+
+def lengthened(
+    texts: Sequence[Prompt], place: int, length: int, tokenizer: Any, template_options: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of prompt `place` with other prompts in front of what its user says, cut in front to just `length`.
+
+    A prompt that is longer by itself is cut as well; what is behind the cut is what stands before the answer.
+    """
+    prompt = texts[place]
+    said = prompt.as_messages()[-1]["content"]
+    before: list[str] = []
+    ids: list[int] = []
+    turn = place
+    while len(ids) < length:
+        turn += 1
+        before.insert(0, str(texts[turn % len(texts)].as_messages()[-1]["content"]))
+        whole = Prompt(prompt.source, text="\n\n".join([*before, str(said)]))
+        ids = encode_prompts([whole], tokenizer, template_options)[0]
+    return ids[-length:]
+
+
+def _decode_all(
+    target: Any, proposer: Proposer, prompts: Sequence[Sequence[int]], tokens: int, sampling: dict[str, Any]
+) -> list[Decoded]:
+    stops, seed = stop_ids_of(target), sampling.get("seed", 0)
+    shaping = {key: value for key, value in sampling.items() if key != "seed"}
+    decode(target, prompts[0], proposer, max_new_tokens=min(tokens, _WARM_UP), stop_ids=stops, **shaping)
+    return [
+        decode(target, prompt, proposer, max_new_tokens=tokens, stop_ids=stops, seed=seed + number, **shaping)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _figures(runs: Sequence[Decoded]) -> dict[str, float]:
+    """Pooled τ, seconds per decoded token and per round; prefill excluded."""
+    tokens = sum(len(run.tokens) - 1 for run in runs)
+    rounds, seconds = sum(run.target_forwards for run in runs), sum(run.seconds for run in runs)
+    return {
+        "tau": tokens / rounds if rounds else 0.0,
+        "seconds_per_token": seconds / max(1, tokens),
+        "seconds_per_round": seconds / max(1, rounds),
+    }
+
+
+def _machine(target: Any) -> dict[str, Any]:
+    device = torch.device(target.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": str(device),
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }

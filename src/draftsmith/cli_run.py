@@ -1,0 +1,48 @@
+"""`draftsmith status`, `watch` and `report`: how a run is doing or did, from its folder. None imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
+
+
+def status(run: Run, json_: Json = False) -> int:
+    """One look at a run, while it goes or afterwards; exit 0 only if it is healthy."""
+    from draftsmith.observe.status import read_status
+
+    found = read_status(run)
+    print("\n".join(found.lines()), file=sys.stderr if json_ else sys.stdout)
+    if json_:
+        print(json.dumps(found.to_json(), ensure_ascii=False))
+    return 0 if found.healthy else 1
+
+
+def watch(run: Run, seconds: Annotated[float, typer.Option(min=0.2, help="Between two looks.")] = 2.0) -> int:
+    """Watch a run until it is over; Ctrl-C leaves, and the run goes on. Exit 0 only if it is healthy then."""
+    from draftsmith.observe.watch import watch as watch_run
+
+    return 0 if watch_run(run, sys.stdout, seconds=seconds).healthy else 1
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="One run, or several to compare.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The HTML file; by default report.html in the first run.")
+    ] = None,
+    json_: Json = False,
+) -> int:
+    """Write a run's report, or a comparison of runs, as one HTML file."""
+    from draftsmith.observe.report import write_report
+
+    path = write_report(runs, output or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html"))
+    print(f"wrote {path}", file=sys.stderr if json_ else sys.stdout)
+    if json_:
+        print(json.dumps({"report": str(path), "bytes": path.stat().st_size}))
+    return 0

@@ -1,0 +1,335 @@
+"""Files to records: JSON lines, JSON, parquet and arrow, plain or compressed, in memory that does not grow.
+
+What a file is, its bytes say: compression by its magic number (gzip, bzip2, xz, zstandard), parquet and arrow by
+theirs, JSON lines against a JSON array by the first value in it. Only the suffixes `.jsonl` and `.ndjson` are believed:
+a line of such a file that is no JSON is a broken line and not the beginning of a document.
+
+A record has a number, from 1: its line in JSON lines, as every editor counts them, else its place in the file.
+
+Cost: one pass. Memory: one line or array element of JSON; of parquet a row group's wanted columns, decoded a batch at a
+time; arrow is mapped. A JSON document that is one object is read whole, so its size is limited.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, NamedTuple
+
+from draftsmith.errors import UserError
+
+WHOLE_DOCUMENT_BYTES = 128 * 2**20
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+DATA_SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow", ".feather")
+COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd")
+
+_MAGIC = ((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstandard"))
+_CHUNK = 1 << 20
+_ROWS = 256  # parquet rows decoded at a time
+_BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+
+
+class Record(NamedTuple):
+    """One value of a data file and its number in it, from 1."""
+
+    number: int
+    value: Any
+
+
+def is_data_name(name: str) -> bool:
+    """Whether a file name ends as data files do, compressed or not."""
+    return bare_suffix(name) in DATA_SUFFIXES
+
+
+def bare_suffix(name: str) -> str:
+    """Lower-case suffix below that of a compression: "a.JSONL.gz" → ".jsonl"."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
+
+
+def read_records(path: Path, name: str) -> Iterator[Record]:
+    """Yields every record of a file.
+
+    Args:
+        path: the file.
+        name: what messages call it.
+
+    Raises:
+        UserError: it is missing, a folder, unreadable, cut off, not JSON where JSON should stand, or needs a package
+            that is not installed. `where` names the record.
+    """
+    number = 0
+    try:
+        kind = _kind_of(path)
+        if kind in ("parquet", "arrow"):
+            records = _read_parquet(path) if kind == "parquet" else _read_arrow(path)
+        elif bare_suffix(name) in LINE_SUFFIXES:
+            records = _read_lines(path, name)
+        else:
+            records = _read_json(path, name)
+        for record in records:
+            number = record.number
+            yield record
+    except FileNotFoundError:
+        raise UserError("no such data file", where=name, fix="check data.train and data.held_out") from None
+    except IsADirectoryError:
+        raise UserError("is a directory, not a data file", where=name, fix="name the files in it") from None
+    except _BROKEN as error:
+        place = f"{name}:{number + 1}" if number else name
+        raise UserError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=place) from None
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file's content, decompressed."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    kind = next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
+    if kind is None:
+        return path.open("rb")
+    if kind == "gzip":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if kind == "bzip2":
+        return bz2.open(path, "rb")  # type: ignore[return-value]
+    if kind == "xz":
+        return lzma.open(path, "rb")  # type: ignore[return-value]
+    arrow = _pyarrow("zstandard files")
+    return io.BufferedReader(_Raw(arrow.input_stream(str(path), compression="zstd")), _CHUNK)
+
+
+class _Raw(io.RawIOBase):
+    """pyarrow's decompressed stream as Python's raw stream, so that lines can be read from it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
+def _kind_of(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head[:4] == b"PAR1":
+        return "parquet"
+    if head[:6] == b"ARROW1" or head[:4] == b"\xff\xff\xff\xff":
+        return "arrow"
+    return "json"
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path, name: str) -> Iterator[Record]:
+    """JSON of a kind that its first value tells."""
+    with open_bytes(path) as file:
+        start = _skip_space(file)
+    if start == b"[":
+        first = next(_elements(path, name), None)
+        message = first is not None and isinstance(first.value, dict) and {"role", "from"} & first.value.keys()
+        # A line of JSON lines may be a bare list of messages; anything else behind a bracket is an array of records.
+        return _read_lines(path, name) if message else _elements(path, name)
+    if start == b"{":
+        document = _read_document(path)
+        if document is not None:
+            return (Record(number, value) for number, value in enumerate(document, start=1))
+    return _read_lines(path, name)
+
+
+def _skip_space(file: BinaryIO) -> bytes:
+    """The first byte that is neither white space nor a byte order mark; nothing behind it is lost to the caller."""
+    if (head := file.read(3)) != _BYTE_ORDER_MARK:
+        for byte in head:
+            if byte not in _SPACE:
+                return bytes([byte])
+    while (byte_ := file.read(1)) and byte_ in _SPACE:
+        pass
+    return byte_
+
+
+def _read_lines(path: Path, name: str) -> Iterator[Record]:
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield Record(number, _parse(line, f"{name}:{number}"))
+
+
+def _parse(line: bytes, where: str) -> Any:
+    fix = 'one conversation per line: {"messages": [{"role": …, "content": …}]} or {"text": …}'
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 at byte {error.start + 1} of the line", where=where) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"not valid JSON: {error.msg} at column {error.colno}", where=where, fix=fix) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"not JSON that can be read: {error}", where=where, fix=fix) from None
+
+
+def _elements(path: Path, name: str) -> Iterator[Record]:
+    """The elements of a JSON array, one at a time.
+
+    An element is parsed as soon as it is whole; while it is not, twice as much is read before the next try, so the
+    cost stays linear.
+    """
+    decoder = json.JSONDecoder()
+    number, want = 0, _CHUNK
+    with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
+        try:
+            buffer = file.read(want).lstrip()
+            buffer = buffer[1:]
+            while True:
+                # Commas are not counted: what lies between two values is white space and at most one of them.
+                buffer = buffer.lstrip()
+                if number and buffer.startswith(","):
+                    buffer = buffer[1:].lstrip()
+                try:
+                    if buffer.startswith("]"):
+                        return
+                    value, end = decoder.raw_decode(buffer)
+                except json.JSONDecodeError as error:
+                    more = file.read(want) if want < WHOLE_DOCUMENT_BYTES else ""
+                    if not more:
+                        what = f"not valid JSON: {error.msg} in element {number + 1} of the array"
+                        raise UserError(what, where=f"{name}:{number + 1}") from None
+                    buffer += more
+                    want *= 2
+                    continue
+                number, want = number + 1, _CHUNK
+                yield Record(number, value)
+                buffer = buffer[end:]
+                if len(buffer) < _CHUNK:
+                    buffer += file.read(_CHUNK)
+        except UnicodeDecodeError:
+            raise UserError("not UTF-8", where=f"{name}:{number + 1}") from None
+        except RecursionError as error:
+            raise UserError(f"not JSON that can be read: {error}", where=f"{name}:{number + 1}") from None
+
+
+def _read_document(path: Path) -> list[Any] | None:
+    """Records of a file that is one JSON object over several lines; None if it is not.
+
+    The object is a record itself, or holds the list of them under one key ({"data": […]}).
+    """
+    with open_bytes(path) as file:
+        text = file.readline(_CHUNK).removeprefix(_BYTE_ORDER_MARK)
+        if _is_json(text):
+            return None  # lines
+        text += file.read(WHOLE_DOCUMENT_BYTES)
+    try:
+        content = json.loads(text) if len(text) < WHOLE_DOCUMENT_BYTES else None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        return None  # the reader of lines says where it is broken
+    lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    own = {"messages", "conversations", "conversation", "text", "prompt", "instruction"} & content.keys()
+    return lists[0] if len(lists) == 1 and not own else [content]
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    _pyarrow("parquet files")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=_ROWS, columns=_wanted(file.schema_arrow), use_threads=False)
+            yield from _rows(batches)
+    except pyarrow.ArrowException as error:
+        raise OSError(f"not a whole parquet file: {error}") from None
+
+
+def _read_arrow(path: Path) -> Iterator[Record]:
+    pyarrow = _pyarrow("arrow files")
+    import pyarrow.ipc as ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            if file.read(6) == b"ARROW1":
+                file.seek(0)
+                reader = ipc.open_file(file)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                batches = iter(ipc.open_stream(file))
+            yield from _rows(_slices(batches))
+    except pyarrow.ArrowException as error:
+        raise OSError(f"not a whole arrow file: {error}") from None
+
+
+def _slices(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        wanted = batch.select(_wanted(batch.schema))
+        for start in range(0, wanted.num_rows, _ROWS):
+            yield wanted.slice(start, _ROWS)
+
+
+def _rows(batches: Iterable[Any]) -> Iterator[Record]:
+    """Rows as JSON would hold them: a table writes a null for every key that another row has, JSON leaves it out."""
+    numbers = itertools.count(1)
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield Record(next(numbers), _without_nulls(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _wanted(schema: Any) -> list[str]:
+    """Columns that can hold text or lists; numbers, images and embeddings of floats are not even decoded."""
+    import pyarrow.types as types
+
+    def useful(kind: Any) -> bool:
+        if types.is_list(kind) or types.is_large_list(kind):
+            return useful(kind.value_type)
+        if types.is_struct(kind):
+            return any(useful(kind.field(index).type) for index in range(kind.num_fields))
+        return types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind) or types.is_map(kind)
+
+    return [field.name for field in schema if useful(field.type)]
+
+
+def _pyarrow(what: str) -> ModuleType:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{what} need the package pyarrow", where="data", fix="pip install pyarrow") from None
+    return pyarrow

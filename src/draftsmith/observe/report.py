@@ -1,0 +1,268 @@
+"""`draftsmith report`: what a run was, or how two differ, as one HTML file that needs nothing else.
+
+Summary, curves, the pipeline's timeline, the compile ledger, facts of the data, the environment and what changed since
+the run before, and where everything came from. Read from the run's folder alone, also while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.observe.figures import figures_of
+from draftsmith.observe.history import History, flatten, previous_run, read_history
+from draftsmith.observe.live import short_count, short_time
+from draftsmith.observe.notice import causes_of, environment_changes
+from draftsmith.observe.page import drawing, folded, page, paragraph, table
+from draftsmith.observe.status import Status, read_status
+from draftsmith.observe.summary import number
+
+WIDE = ("timeline",)
+MANY = 60  # lines of a list that are shown
+
+
+def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
+    """Writes the report of one run, or the comparison of several, and returns its path.
+
+    Raises:
+        UserError: a folder holds no run with a step, or the file cannot be written.
+    """
+    runs = [read_history(folder) for folder in folders]
+    states = [read_status(folder) for folder in folders]
+    text = make_report(runs, states)
+    path = Path(output)
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"the report cannot be written: {error.strerror or error}", where=str(path)) from None
+    return path
+
+
+def make_report(runs: Sequence[History], states: Sequence[Status]) -> str:
+    """The file's content; `states` are those of the runs."""
+    drawn = figures_of(runs)
+    names = [run.folder.name for run in runs]
+    grid = "".join(drawing(name, title, text, wide=name.startswith(WIDE)) for name, title, text, _ in drawn)
+    sections = [
+        ("summary", "Summary", _summary(runs, states)),
+        ("curves", "Curves", f'<div class="figures">{grid}</div>'),
+        ("differences", "Differences", _differences(runs) if len(runs) > 1 else ""),
+        ("events", "Errors and notices", _events(runs)),
+        ("ledger", "Compile ledger", _ledgers(runs)),
+        ("data", "Data", _data(runs)),
+        ("environment", "Environment", _environment(runs)),
+        ("provenance", "Provenance", _provenance(runs)),
+    ]
+    title = " against ".join(names) if len(runs) > 1 else f"Run {names[0]}"
+    return page(title, sections, [(name, figure) for name, _, _, figure in drawn])
+
+
+def _summary(runs: Sequence[History], states: Sequence[Status]) -> str:
+    facts = [state.to_json() for state in states]
+    ends = [f"{each.state} ({each.reason})" if each.reason else each.state for each in states]
+    rows: list[list[Any]] = [["state", *ends]]
+
+    def add(name: str, values: list[float | None], show: Any, better: int = 0) -> None:
+        """`better`: 1 if more is better, -1 if less is, 0 if neither: then no change is shown."""
+        if all(value is None for value in values):
+            return
+        row: list[Any] = [name, *("" if value is None else show(value) for value in values)]
+        if len(values) == 2 and better and values[0] and values[1] is not None:
+            change = values[1] / values[0] - 1
+            word = "" if abs(change) < 0.005 else " better" if change * better > 0 else " worse"
+            row.append(f"{change:+.1%}{word}")
+        rows.append(row)
+
+    def steps(run: History) -> float | None:
+        return run.train.steps[-1]
+
+    def last(run: History, curve: str, name: str) -> float | None:
+        values = getattr(run, curve).pairs(name)[1]
+        return values[-1] if values else None
+
+    def best(run: History, curve: str, name: str, pick: Any) -> float | None:
+        values = getattr(run, curve).pairs(name)[1]
+        return pick(values) if values else None
+
+    add("steps", [steps(run) for run in runs], "{:,.0f}".format)
+    add("loss, last held-out", [last(run, "held_out", "loss") for run in runs], "{:.4f}".format, -1)
+    add("loss, best held-out", [best(run, "held_out", "loss", min) for run in runs], "{:.4f}".format, -1)
+    add("loss, last step", [last(run, "train", "loss") for run in runs], "{:.4f}".format, -1)
+    add("τ proxy, last held-out", [last(run, "held_out", "tau_proxy") for run in runs], "{:.3f}".format, 1)
+    add("τ decoded, last", [last(run, "tau", "decode") for run in runs], "{:.3f}".format, 1)
+    add("τ decoded, best", [best(run, "tau", "decode", max) for run in runs], "{:.3f}".format, 1)
+    add("tokens per second, best", [each["best_tokens_per_second"] for each in facts], short_count, 1)
+    add("tokens per second, last", [each["tokens_per_second"] for each in facts], short_count, 1)
+    add("data-wait, last", [each["data_wait"] for each in facts], "{:.1%}".format)
+    add("wall time from first to last event", [_wall(run) for run in runs], short_time)
+    add("starts", [float(each["starts"]) for each in facts], "{:.0f}".format)
+    add("errors", [float(each["error_count"]) for each in facts], "{:.0f}".format)
+    saved = [each["checkpoint"] or {"path": "none"} for each in facts]
+    rows.append(["last checkpoint", *(Path(str(each["path"])).name for each in saved)])
+    head = ["", *(run.folder.name for run in runs), "change"] if len(runs) == 2 else []
+    verdicts = ""
+    for run, state in zip(runs, states, strict=True):
+        name = f"{run.folder.name}: " if len(runs) > 1 else ""
+        problems = [paragraph(f"{name}{problem}", "bad") for problem in state.problems]
+        verdicts += "".join(problems) or paragraph(f"{name}healthy", "good")
+    return verdicts + table(rows, head)
+
+
+def _wall(run: History) -> float | None:
+    first, last = number(run.summary["first_time"]), number(run.summary["time"])
+    return None if first is None or last is None else max(0.0, last - first)
+
+
+def _differences(runs: Sequence[History]) -> str:
+    """Configs, environments and what the record proves about speed, of the first run against each other one."""
+    text = ""
+    for other in runs[1:]:
+        first = runs[0]
+        configs = [flatten(run.files["run"].get("config") or {}) for run in (first, other)]
+        changed = [
+            [key, configs[0].get(key, ""), configs[1].get(key, "")]
+            for key in sorted({*configs[0], *configs[1]} - {"training.output"})
+            if configs[0].get(key) != configs[1].get(key)
+        ]
+        head = ["config", first.folder.name, other.folder.name]
+        text += table(changed, head) or paragraph("The configs are equal.")
+        lines = environment_changes(first.folder, other.folder)
+        text += _listed("Environment", lines) if lines else paragraph("The environments are equal, or unknown.")
+        bests = [run.summary["best_rate"] for run in (first, other)]
+        if all(bests):
+            causes = causes_of(bests[0]["facts"], bests[1]["facts"])
+            text += _listed(f"At its best speed, in {other.folder.name} (then: {first.folder.name})", causes)
+    return text
+
+
+def _events(runs: Sequence[History]) -> str:
+    rows = []
+    for run in runs:
+        for kind, name in (("error", "errors"), ("note", "notices")):
+            entries = sorted(run.summary[name].values(), key=lambda each: each.get("time") or 0)[-MANY:]
+            for entry in entries:
+                own = [run.folder.name] if len(runs) > 1 else []
+                rows.append([kind, *own, _clock(entry.get("time")), f"{entry['count']}\xa0x", entry["text"]])
+    return table(rows)
+
+
+def _ledgers(runs: Sequence[History]) -> str:
+    text = ""
+    for run in runs:
+        ledger = run.files["ledger"]
+        rows = [
+            [
+                entry.get("region", ""),
+                entry.get("device", ""),
+                entry.get("direction", ""),
+                entry.get("how", ""),
+                *(f"{entry[name]:.2f}" if number(entry.get(name)) else "" for name in ("traced", "compiled", "loaded")),
+                entry.get("cache", ""),
+                entry.get("reason", ""),
+            ]
+            for entry in ledger.get("entries") or []
+        ]
+        head = ["region", "device", "direction", "how", "traced s", "compiled s", "loaded s", "cache", "recompiled for"]
+        body = table(rows, head)
+        for event in run.evidence[:3] + run.evidence[3:][-MANY:]:
+            body += paragraph(f"evidence at step {event.get('step')}: {event.get('text')}", _kind(event.get("ok")))
+        if body and len(runs) > 1:
+            body = f"{paragraph(run.folder.name)}{body}"
+        text += body
+    return text
+
+
+def _data(runs: Sequence[History]) -> str:
+    facts = [flatten(run.files["resolved"].get("data") or {}) for run in runs]
+    keys = dict.fromkeys(key for each in facts for key in each)
+    rows = [[key, *(_short(each.get(key, "")) for each in facts)] for key in keys]
+    return table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+
+
+def _environment(runs: Sequence[History]) -> str:
+    records = [run.files["environment"] for run in runs]
+    machines = [flatten(record.get("machine") or {}) for record in records]
+    keys = dict.fromkeys(key for machine in machines for key in machine)
+    rows = [[key, *(_short(machine.get(key, "")) for machine in machines)] for key in keys]
+    text = table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+    if len(runs) == 1 and text:
+        before = previous_run(runs[0].folder)
+        if before is None:
+            text += paragraph("No earlier run lies beside this one.")
+        else:
+            lines = environment_changes(before, runs[0].folder)
+            config = [flatten(each.get("config") or {}) for each in (_run_file(before), runs[0].files["run"])]
+            lines += [
+                f"{key}: {_short(config[0].get(key))} then, {_short(config[1].get(key))} now"
+                for key in sorted({*config[0], *config[1]} - {"training.output"})
+                if config[0].get(key) != config[1].get(key)
+            ]
+            text += _listed(f"Changed since the run before, {before.name}", lines or ["nothing"])
+    for run, record in zip(runs, records, strict=True):
+        packages = "\n".join(f"{name} {version}" for name, version in (record.get("packages") or {}).items())
+        if packages:
+            text += folded(f"packages of {run.folder.name}", packages)
+    return text
+
+
+def _provenance(runs: Sequence[History]) -> str:
+    rows: list[list[Any]] = [
+        ["folder", *(run.folder.resolve() for run in runs)],
+        ["created", *(run.files["run"].get("created", "") for run in runs)],
+        ["draftsmith", *(run.files["environment"].get("draftsmith", "") for run in runs)],
+        ["config hash", *(run.files["run"].get("fingerprint", "") for run in runs)],
+        ["code hash", *(run.files["environment"].get("sources", "") for run in runs)],
+        ["commit", *(_commit(run.files["environment"].get("commit")) for run in runs)],
+        ["data hash", *((run.summary["run"] or {}).get("data", "") for run in runs)],
+        ["report written", *(time.strftime("%Y-%m-%d %H:%M:%S") for _ in runs)],
+    ]
+    text = table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+    for run in runs:
+        config = run.files["run"].get("config")
+        if config:
+            text += folded(f"config of {run.folder.name}", json.dumps(config, indent=2, ensure_ascii=False))
+    return text
+
+
+def _commit(commit: Any) -> str:
+    if not isinstance(commit, dict):
+        return ""
+    changes = commit.get("changes")
+    return f"{commit.get('id', '')}{f' with changes {changes}' if changes else ''}"
+
+
+def _run_file(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    more = [f"and {len(lines) - MANY} more"] if len(lines) > MANY else []
+    return table([[title if index == 0 else "", line] for index, line in enumerate([*lines[:MANY], *more])])
+
+
+def _kind(ok: Any) -> str:
+    return "" if ok is None else "good" if ok else "bad"
+
+
+def _clock(seconds: Any) -> str:
+    moment = number(seconds)
+    return "" if moment is None else time.strftime("%Y-%m-%d\xa0%H:%M:%S", time.localtime(moment))
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 300 else f"{text[:297]}..."

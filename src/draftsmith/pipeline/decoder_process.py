@@ -1,0 +1,202 @@
+"""The process that decodes held-out prompts while a run trains: `python -m draftsmith.pipeline.decoder_process`.
+
+It reads JSON lines: first what to decode with (target, prompts, lengths), then one checkpoint after another, and
+answers each with the figures of that checkpoint. It ends when its input does, so it never outlives the run. What it
+loads is what a serving engine would: the drafter's folder, by its native layout, and the reference decoder.
+
+Two figures of the same text, prompt by prompt:
+
+    decode  speculative decoding for real: tokens that each target forward emits
+    walk    the forward of training over the finished answer, a drafter block at every token of it at once, and then
+            a <- a + accepted + 1 along it
+
+What trains is what serves if and only if both accept the same drafts from the same tokens. Near the length limit
+decoding drafts shorter blocks, and a bidirectional drafter sees fewer masks than in training there: those rounds are
+left out of the comparison, not of the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from draftsmith.blocks import Row, make_draft_batch
+from draftsmith.config import TargetConfig
+from draftsmith.decode.evaluate import stop_ids_of
+from draftsmith.decode.prompts import encode_prompts, read_prompts
+from draftsmith.decode.speculative import DrafterProposer, decode
+from draftsmith.drafter import DraftModel, build_masks, load_drafter
+from draftsmith.errors import UserError
+from draftsmith.target.forward import Target
+from draftsmith.target.head import TargetHead
+from draftsmith.target.load import load_target
+
+BLOCKS_AT_ONCE = 64  # whose logits exist at one time
+
+
+@dataclass
+class Rounds:
+    """Target forwards and the tokens they emitted, added up over answers.
+
+    Attributes:
+        forwards, tokens: of all rounds.
+        whole_forwards, whole_tokens: of the rounds whose block had all its slots.
+    """
+
+    forwards: int = 0
+    tokens: int = 0
+    whole_forwards: int = 0
+    whole_tokens: int = 0
+
+    def add(self, tokens: int, *, whole: bool) -> None:
+        """Counts one round."""
+        self.forwards += 1
+        self.tokens += tokens
+        self.whole_forwards += whole
+        self.whole_tokens += tokens * whole
+
+    def tau(self) -> float:
+        """Tokens per target forward."""
+        return self.tokens / self.forwards if self.forwards else float("nan")
+
+    def whole_tau(self) -> float:
+        """The same of the rounds with whole blocks."""
+        return self.whole_tokens / self.whole_forwards if self.whole_forwards else float("nan")
+
+
+def compare(
+    drafter: DraftModel, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> dict[str, Any]:
+    """Decodes all prompts and walks along the answers.
+
+    Args:
+        drafter: on the target's device.
+        prompts: token ids.
+        max_new_tokens: length limit of an answer.
+
+    Returns:
+        decode, walk: τ of all rounds.
+        decode_whole, walk_whole: τ of the rounds with whole blocks: these are to be equal.
+        agree: share of decoding's whole rounds in which the walk accepts as many drafts from the same token.
+        answers, tokens, forwards, seconds.
+    """
+    began = time.monotonic()
+    head, stops, size = target.head(), stop_ids_of(target), drafter.spec.block_size
+    proposer = DrafterProposer(drafter, head)
+    decoded, walked, agreeing = Rounds(), Rounds(), 0
+    for prompt in prompts:
+        answer = decode(target, prompt, proposer, max_new_tokens=max_new_tokens, stop_ids=stops)
+        if not answer.accepted_per_round:
+            continue
+        row = answer_row(prompt, answer.tokens)
+        first, end, limit = len(prompt), row.tokens_S.numel(), len(prompt) + max_new_tokens
+        accepted = accepted_from_every_token(drafter, target, head, row)
+
+        def emits(place: int, accepted: dict[int, int] = accepted, end: int = end) -> int:
+            return min(accepted[place] + 1, end - 1 - place)
+
+        place = first
+        for emitted in answer.accepted_per_round:
+            whole = place + size <= limit
+            decoded.add(emitted, whole=whole)
+            agreeing += whole and emits(place) == emitted
+            place += emitted
+        place = first
+        while place < end - 1:
+            emitted = emits(place)
+            walked.add(emitted, whole=place + size <= limit)
+            place += emitted
+    return {
+        "decode": decoded.tau(),
+        "walk": walked.tau(),
+        "decode_whole": decoded.whole_tau(),
+        "walk_whole": walked.whole_tau(),
+        "agree": agreeing / decoded.whole_forwards if decoded.whole_forwards else float("nan"),
+        "answers": len(prompts),
+        "tokens": decoded.tokens,
+        "forwards": decoded.forwards,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def answer_row(prompt: Sequence[int], answer: Sequence[int]) -> Row:
+    """One document, the answer taught."""
+    length = len(prompt) + len(answer)
+    mask = torch.arange(length) >= len(prompt)
+    tokens = torch.tensor([*prompt, *answer])
+    return Row(0, tokens, mask, torch.zeros(length, dtype=torch.int32), torch.arange(length))
+
+
+@torch.no_grad()
+def accepted_from_every_token(drafter: DraftModel, target: Target, head: TargetHead, row: Row) -> dict[int, int]:
+    """Drafts that stand, by the place of the token they were drafted from: the forward of training, dense attention."""
+    spec, length, device = drafter.spec, row.tokens_S.numel(), target.device
+    features = target.features(row.tokens_S, row.document_S, row.positions_S, spec.taps)
+    batch = make_draft_batch(
+        row,
+        anchors=int(row.loss_mask_S.sum()) - 1,
+        block_size=spec.block_size,
+        mask_token_id=spec.mask_token_id,
+        slot_weights_B=torch.ones(spec.block_size),
+        chunk=spec.block_size,
+        kinds=spec.kinds,
+        seed=(0,),
+        with_tiles=False,
+    ).to(device)
+    dtype = next(drafter.parameters()).dtype
+    hidden_QH = drafter(
+        features.taps_SF.to(dtype),
+        head.embed(batch.inputs_Q).to(dtype),
+        batch.context_positions_S,
+        batch.block_positions_Q,
+        build_masks(batch, "dense"),
+    )
+    hidden_NBH = hidden_QH.view(-1, spec.block_size, spec.hidden_size)[:, 1:]
+    drafts_NK = torch.cat([_choices(head, part) for part in hidden_NBH.split(BLOCKS_AT_ONCE)])
+    place_NK = batch.anchors_N[:, None] + torch.arange(1, spec.block_size, device=device)
+    text_NK = row.tokens_S.to(device)[place_NK.clamp(max=length - 1)]
+    right_NK = (drafts_NK == text_NK) & (place_NK < length)
+    accepted_N = right_NK.long().cumprod(1).sum(1)
+    return dict(zip(batch.anchors_N.tolist(), accepted_N.tolist(), strict=True))
+
+
+def _choices(head: TargetHead, hidden_NKH: Tensor) -> Tensor:
+    return head.logits(hidden_NKH).argmax(-1)
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answers every line of `requests`, a checkpoint that fails by its error; see the module's docstring."""
+    setting = json.loads(requests.readline())
+    dtype, drafter_dtype = getattr(torch, setting["target_dtype"]), getattr(torch, setting["drafter_dtype"])
+    target = load_target(TargetConfig.model_validate(setting["target"]), setting["device"], dtype)
+    prompts = setting["prompts"]
+    if isinstance(prompts, str):
+        prompts = encode_prompts(read_prompts(prompts)[: setting["limit"]], target.tokenizer)
+    for line in requests:
+        request = json.loads(line)
+        try:
+            drafter = load_drafter(Path(request["folder"]), target.device, drafter_dtype).eval()
+            result = compare(drafter, target, prompts, setting["max_new_tokens"])
+        except (UserError, OSError, RuntimeError) as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"step": request["step"], **result}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # Answers have the standard output for themselves: whatever libraries print goes where errors go.
+    own_output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        serve(sys.stdin, own_output)
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,100 @@
+"""`bench decode`: figures that follow from the rounds, contexts of just the length asked for, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith import cli
+from draftsmith.bench.decoding import bench_decode, draw, lengthened, lines_of
+from draftsmith.config import TargetConfig, parse_config
+from draftsmith.decode.prompts import Prompt, encode_prompts
+from draftsmith.drafter import load_drafter, resolve_spec, save_drafter
+from draftsmith.drafter.model import DraftModel, initialise
+from draftsmith.errors import UserError
+from draftsmith.target.forward import Target
+from draftsmith.target.load import load_target
+
+TEXTS = [Prompt("p:1", text="the quick fox"), Prompt("p:2", text="a lazy dog runs"), Prompt("p:3", text="far away")]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return load_target(TargetConfig(path=str(tiny_target)), "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = parse_config({"target": {"path": "x"}, "data": {"train": "y"}, "drafter": {"layers": 2, "block_size": 6}})
+    model = DraftModel(resolve_spec(config.drafter, target.geometry, 2))
+    initialise(model, 0, target.head().final_scale_H)
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(model, folder)
+    return folder
+
+
+def test_what_it_measures(target: Target, drafter: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    turns = Prompt("m:1", text="the dog", later=("and then",))
+    result = bench_decode(
+        load_drafter(drafter),
+        target,
+        [("one", TEXTS), ("two", [turns])],
+        max_new_tokens=12,
+        contexts=[16, 200],
+        trained_length=100,
+        progress=lambda what, _done, _all: told.append(what),
+    )
+    assert [task["task"] for task in result["tasks"]] == ["one", "two"]
+    assert [task["answers"] for task in result["tasks"]] == [3, 2], "every turn is a prompt of its own"
+    assert all(task["lossless"] for task in result["tasks"])
+    assert [entry["block_size"] for entry in result["block_sizes"]] == [1, 2, 3, 4, 6]
+    assert result["block_sizes"][0]["tau"] == 1.0
+    fastest = min(result["block_sizes"], key=lambda entry: entry["seconds_per_token"])
+    assert result["best_block_size"] == fastest["block_size"]
+    for entry in result["block_sizes"]:
+        # τ tokens a round: the three figures are one.
+        assert entry["seconds_per_round"] == pytest.approx(entry["tau"] * entry["seconds_per_token"])
+    assert [(entry["context"], entry["beyond_trained"]) for entry in result["contexts"]] == [(16, False), (200, True)]
+    assert {"one", "two", "block size", "context"} <= set(told)
+    again = json.loads(json.dumps(result, allow_nan=False))
+    text = "\n".join(lines_of(again))
+    for said in ("speed-up", "best here", "beyond the trained context", "ms/round", "accepted by slot", "rest "):
+        assert said in text, said
+    assert draw(again, tmp_path / "p.png").stat().st_size > 10_000
+    with pytest.raises(UserError, match="cannot be written"):
+        draw(again, tmp_path / "none" / "p.png")
+
+
+def test_a_longer_context_ends_as_the_prompt_does(target: Target) -> None:
+    short = encode_prompts(TEXTS[:1], target.tokenizer)[0]
+    for length in (len(short) + 9, 150):
+        ids = lengthened(TEXTS, 0, length, target.tokenizer)
+        assert len(ids) == length
+        # The same question and the same generation prompt stand right before the answer.
+        assert ids[-8:] == short[-8:]
+    assert lengthened(TEXTS, 0, 60, target.tokenizer) != lengthened(TEXTS, 1, 60, target.tokenizer)
+
+
+def test_the_command(drafter: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gsm.jsonl").write_text(json.dumps({"question": "the fox", "answer": "4"}) + "\n")
+    arguments = ["bench", "decode", str(drafter), "--target", str(tiny_target), "--max-new-tokens", "8"]
+    arguments += ["--device", "cpu", "--prompts", f"gsm={tmp_path}/gsm.jsonl"]
+    assert cli.main([*arguments, "--json", "--temperature", "1.0", "--picture", str(tmp_path / "p.png")]) == 0
+    out, err = capsys.readouterr()
+    content = json.loads(out)
+    assert content["tasks"][0]["task"] == "gsm"
+    assert content["tasks"][0]["distribution"]["tokens"] > 0
+    assert "p = " in err
+    assert (tmp_path / "p.png").exists()
+    for wrong, message in (
+        (["bench", "decode"], "needs DRAFTER"),
+        ([*arguments, "--contexts", "many"], "not a list of numbers"),
+        ([*arguments, "--contexts", "500"], "leaves no room for an answer"),
+        (["bench", "step", "drafter"], "takes no drafter"),
+    ):
+        assert cli.main(wrong) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,344 @@
+"""Saving in the background: no long stall, disks that fail, signals, and checkpoints that are not what they seem."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.observe.events import Event, EventLog, read_events
+from draftsmith.pipeline import saving
+from draftsmith.pipeline.link import Stop
+from draftsmith.pipeline.run import train
+from draftsmith.pipeline.saving import Saver
+from draftsmith.pipeline.signals import Terminated, listening
+from draftsmith.training import durable
+from draftsmith.training.checkpoint import load_checkpoint
+from draftsmith.training.step import Replica
+from failing_disk import FailingDisk
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of_kind(folder: Path, kind: str) -> list[Event]:
+    return [event for event in read_events(folder / "events.jsonl") if event["kind"] == kind]
+
+
+def trainer_bytes(folder: Path, step: int) -> bytes:
+    return (folder / "checkpoints" / f"step-{step:07d}" / "trainer.safetensors").read_bytes()
+
+
+def test_a_slow_disk_does_not_stall_the_steps(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each checkpoint takes seconds to write; the steps meanwhile go on, and no step waits for a second."""
+
+    class SlowDisk(FailingDisk):
+        def fails(self, _number: int, name: str) -> bool:  # type: ignore[override]
+            time.sleep(0.05 if name == "fsync" else 0.01)
+            return False
+
+    disk = SlowDisk(errno.EIO)
+    del disk.__dict__["fails"]
+    monkeypatch.setattr(durable, "os", disk)
+    times: list[float] = []
+    result = train(
+        tiny_run("slow", training={"steps": 60, "save_every": 1, "eval_every": 0, "rows_per_update": 1}),
+        listener=lambda event: times.append(time.monotonic()) if event["kind"] == "step" else None,
+    )
+    saved = of_kind(result.folder, "checkpoint")
+    assert min(event["write_seconds"] for event in saved) > 1.0
+    assert max(event["stall_seconds"] for event in saved) < 1.0
+    steps_while_saving = saved[1]["step"] - saved[0]["step"]
+    assert steps_while_saving > 3  # those due meanwhile were saved as one, later
+    assert max(b - a for a, b in itertools.pairwise(times)) < 1.0
+    assert saved[-1]["step"] == result.step == 60
+
+
+def test_a_snapshot_is_not_touched_by_later_updates(tmp_path: Path) -> None:
+    written: dict[int, float] = {}
+    go_on = threading.Event()
+
+    def write(step: int, tensors: dict[str, torch.Tensor], _state: dict[str, Any]) -> Path:
+        go_on.wait(10)
+        written[step] = float(tensors["master/w"].sum())
+        return tmp_path / str(step)
+
+    weights = torch.ones(1000)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(write, log, Stop())
+        assert saver.ready
+        saver.take(1, {"master/w": weights}, {})
+        assert not saver.ready
+        weights.zero_()
+        go_on.set()
+        saver.close()
+    assert written == {1: 1000.0}
+    assert saver.last == tmp_path / "1"
+
+
+def test_a_bug_in_writing_is_not_swallowed(tmp_path: Path) -> None:
+    def write(*_: object) -> Path:
+        raise ZeroDivisionError("ours")
+
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(write, log, Stop())
+        saver.take(1, {}, {})
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            saver.take(2, {}, {})
+        saver.close()
+
+
+def test_a_disk_is_given_longer_and_longer_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+
+    def write(*_: object) -> Path:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    pauses = []
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(write, log, Stop())
+        for step in range(1, 9):
+            saver.take(step, {}, {})
+            saver._wait_until_idle()
+            began = now[0]
+            while not saver.ready:
+                now[0] += 1.0
+            pauses.append(now[0] - began)
+        saver.close()
+    assert pauses == [15, 30, 60, 120, 240, 480, 600, 600]
+    assert "Disk quota exceeded" in of_kind(tmp_path, "error")[0]["text"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_any_write_may_fail_and_the_run_goes_on_and_saves_later(tiny_run, monkeypatch, code: int) -> None:
+    """One run in which the first write of the first checkpoint fails, the second of the second, and so on."""
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.0)
+    made: list[FailingDisk] = []
+
+    class Folder(durable.Folder):
+        def __init__(self, final: Path) -> None:
+            number = len(made)
+            made.append(FailingDisk(code, lambda n, _name: n == number))
+            monkeypatch.setattr(durable, "os", made[-1])
+            super().__init__(final)
+
+    monkeypatch.setattr("draftsmith.training.checkpoint.Folder", Folder)
+    settings = {"steps": 600, "save_every": 1, "eval_every": 0, "rows_per_update": 1, "keep": 2}
+    ended = threading.Event()
+
+    def end_once_saved(event: Event) -> None:
+        if event["kind"] == "checkpoint" and not ended.is_set():
+            ended.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train(
+        tiny_run("failing", rows={"length": 32, "anchors": 4}, drafter={"layers": 1}, training=settings),
+        listener=end_once_saved,
+    )
+    assert result.reason == "terminated"
+    errors = of_kind(result.folder, "error")
+    called = {disk.calls[number] for number, disk in enumerate(made) if number < len(disk.calls)}
+    assert called == {"makedirs", "open", "write", "fsync", "rename"}  # each kind of call has failed
+    assert len(errors) >= 60
+    assert all(os.strerror(code) in event["text"] for event in errors)
+    steps = [event["step"] for event in of_kind(result.folder, "step")]
+    assert steps == list(range(1, result.step + 1))
+    assert result.checkpoint is not None
+    assert load_checkpoint(result.checkpoint).step == result.step
+
+
+def test_a_last_save_waits_for_a_disk_that_recovers(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.05)
+    failures = itertools.count()
+    disk = FailingDisk(errno.ENOSPC, lambda _n, name: name == "makedirs" and next(failures) < 3)
+    monkeypatch.setattr(durable, "os", disk)
+    result = train(tiny_run("recovers", training={"steps": 2, "save_every": 0}))
+    assert result.checkpoint is not None
+    assert load_checkpoint(result.checkpoint).step == 2
+    assert len(of_kind(result.folder, "error")) == 3
+
+
+def test_sigterm_saves_and_ends_within_the_grace(tiny_run) -> None:
+    config = tiny_run("term", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 20.0})
+    sent: list[float] = []
+
+    def terminate(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 3:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    result = train(config, listener=terminate)
+    assert time.monotonic() - sent[0] < 20.0
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert result.reason == "terminated"
+    assert 3 <= result.step < 5000
+    assert result.checkpoint is not None
+    assert load_checkpoint(result.checkpoint).step == result.step
+
+
+def test_a_disk_that_fails_during_the_grace_is_not_waited_for_longer(tiny_run, monkeypatch) -> None:
+    monkeypatch.setattr(durable, "os", FailingDisk(errno.EROFS, lambda _n, name: name == "makedirs"))
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.1)
+    config = tiny_run("short", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 1.5})
+    sent: list[float] = []
+
+    def terminate(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 2:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(UserError, match="could not be written: Read-only file system; there is no earlier one"):
+        train(config, listener=terminate)
+    assert 1.0 < time.monotonic() - sent[0] < 6.0
+
+
+def test_an_update_longer_than_the_grace_is_given_up_and_the_state_before_it_saved(tiny_run, monkeypatch) -> None:
+    """Three replicas, one of them with rows that take seconds from the third update on, so that the others wait for it
+    in the middle of the exchange. Resumed, the run comes to the same end."""
+    wide = {"pipeline": {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 3}, "training": {"steps": 4, "save_every": 0}}
+    whole = train(tiny_run("whole-grace", **wide))
+    step, rows, sent = Replica.step, itertools.count(), []
+
+    def slow(self: Replica, *args: Any, **kwargs: Any) -> Any:
+        if next(rows) >= 14:
+            if not sent:
+                sent.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2.5 if threading.current_thread().name == "drafter 1" else 0.0)
+        return step(self, *args, **kwargs)
+
+    wide["training"]["grace"] = 2.5
+    config = tiny_run("grace", **wide)
+    with monkeypatch.context() as patch:
+        patch.setattr(Replica, "step", slow)
+        result = train(config)
+        assert time.monotonic() - sent[0] < 2.5
+    assert (result.reason, result.step) == ("terminated", 2)
+    assert result.checkpoint is not None
+    assert load_checkpoint(result.checkpoint).step == 2
+    for thread in threading.enumerate():  # those that were left behind
+        if thread.name.startswith("drafter"):
+            thread.join(10)
+    resumed = train(config, resume=True)
+    assert resumed.losses == whole.losses[2:]
+    assert trainer_bytes(resumed.folder, 4) == trainer_bytes(whole.folder, 4)
+
+
+def test_sigterm_shortens_the_wait_for_a_disk_that_refuses_the_last_checkpoint(tiny_run, monkeypatch) -> None:
+    monkeypatch.setattr(durable, "os", FailingDisk(errno.ENOSPC, lambda _n, name: name == "makedirs"))
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 30.0)
+    sent: list[float] = []
+
+    def terminate(event: Event) -> None:
+        if event["kind"] == "error" and not sent:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = tiny_run("late", training={"steps": 2, "save_every": 0, "grace": 0.5})
+    with pytest.raises(UserError, match="checkpoint of step 2 could not be written: No space left"):
+        train(config, listener=terminate)
+    assert time.monotonic() - sent[0] < 5.0
+
+
+def test_sigusr1_saves_and_goes_on(tiny_run) -> None:
+    config = tiny_run("user", training={"steps": 40, "save_every": 0, "eval_every": 0, "rows_per_update": 1})
+
+    def ask(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    result = train(config, listener=ask)
+    steps = [event["step"] for event in of_kind(result.folder, "checkpoint")]
+    assert len(steps) == 2
+    assert 3 <= steps[0] < 40
+    assert steps[1] == result.step == 40
+
+
+def test_sigterm_before_there_is_anything_to_save() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with listening():
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing to save yet, and no reason to end
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    seen: list[object] = []
+
+    def work() -> None:
+        with listening():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_a_clock_that_jumps_back_changes_nothing(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock falls by a day in the middle of a run: same losses, sane speeds, the right newest checkpoint."""
+    straight = train(tiny_run("straight"))
+    real = time.time
+    jumped: list[float] = []
+    monkeypatch.setattr(time, "time", lambda: real() - (86_400.0 if jumped else 0.0))
+
+    def jump(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 2:
+            jumped.append(1.0)
+
+    result = train(tiny_run("jumps"), listener=jump)
+    assert jumped
+    assert result.losses == straight.losses
+    events = of_kind(result.folder, "step")
+    assert events[-1]["time"] < events[0]["time"]
+    assert all(event["tokens_per_second"] > 0 and event["eta_seconds"] >= 0 for event in events)
+    assert 0 < result.seconds < 600
+    assert train(tiny_run("jumps"), resume=True).step == 4
+    assert trainer_bytes(result.folder, 4) == trainer_bytes(straight.folder, 4)
+
+
+def test_a_corrupt_newest_checkpoint_is_refused_and_the_run_comes_to_the_same_end(tiny_run) -> None:
+    whole = train(tiny_run("whole", training={"steps": 6}))
+    parts = tiny_run("parts", training={"steps": 6})
+    train(parts)
+    newest = Path(parts.training.output) / "checkpoints" / "step-0000006"
+    content = bytearray((newest / "trainer.safetensors").read_bytes())
+    content[len(content) // 2] ^= 4
+    (newest / "trainer.safetensors").write_bytes(bytes(content))
+    resumed = train(parts, resume=True)
+    saved = {path.name for path in newest.parent.iterdir()}
+    assert {"refused-step-0000006", "step-0000006"} <= saved
+    notices = [event["text"] for event in of_kind(resumed.folder, "notice")]
+    assert any("refused" in text and "step-0000006: trainer.safetensors was altered" in text for text in notices)
+    assert resumed.losses
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    assert trainer_bytes(resumed.folder, 6) == trainer_bytes(whole.folder, 6)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny_run) -> None:
+    ours, theirs = tiny_run("ours", training={"steps": 2}), tiny_run("theirs", training={"steps": 2, "seed": 5})
+    train(ours)
+    train(theirs)
+    place = Path(ours.training.output) / "checkpoints" / "step-0000002"
+    place.rename(place.with_name("step-0000001"))
+    (Path(theirs.training.output) / "checkpoints" / "step-0000002").rename(place)
+    with pytest.raises(UserError, match="no checkpoint can be used; the newest: this checkpoint is of another run"):
+        train(ours, resume=True)
+    assert {path.name for path in place.parent.iterdir()} == {"refused-step-0000001", "refused-step-0000002"}
