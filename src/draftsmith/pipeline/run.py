@@ -1,14 +1,11 @@
 """Training from start to end: plan, load, start the workers, supervise, save, stop.
 
-One process. The main thread loads, starts the threads and then only waits: for the end, for Ctrl-C (once: finish the
-update and save; twice: stop at once), for a signal (`signals.py`), or for the first failure, which ends all workers
-within seconds and is raised here.
+One process. The main thread loads, starts the threads and then only waits (`supervise.py`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,8 +35,9 @@ from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import Plan, make_plan, overfit_config
 from draftsmith.pipeline.progress import OVERFIT_LOSS, Progress
 from draftsmith.pipeline.saving import Saver
-from draftsmith.pipeline.signals import Signals, Terminated, listening
+from draftsmith.pipeline.signals import Signals, listening
 from draftsmith.pipeline.stored import stored_targets
+from draftsmith.pipeline.supervise import supervise
 from draftsmith.pipeline.sync import Exchange
 from draftsmith.pipeline.topology import Topology
 from draftsmith.pipeline.vitals import Vitals
@@ -57,8 +55,6 @@ from draftsmith.training.checkpoint import (
 from draftsmith.training.step import Replica
 from draftsmith.training.update import ReplicaUpdate, make_updates
 
-JOIN_SECONDS = 10.0
-PATIENT_SHARE = 0.4  # of the grace, for the update under way
 DISAGREEMENT = "what trains is not what serves"
 ABANDONED = ("interrupted", "terminated", DISAGREEMENT)  # reasons after which nothing more is decoded
 HELD_OUT_SEED = 0x48454C44  # anchors of held-out rows: fixed, and not those of a training epoch
@@ -271,7 +267,7 @@ def _run(
             if config.decoding.every:
                 held_out = HeldOut(plan, folder, log, lambda: progress.request_end(DISAGREEMENT), first_update)
             with Vitals(log, folder, devices, progress.clocks, links, queue, lambda: progress.steps_done):
-                _supervise(workers, stop, progress, signals, config.training.grace)
+                supervise(workers, stop, progress, signals, config.training.grace)
             if held_out is not None and saver.last is not None and progress.reason not in ABANDONED:
                 held_out.offer(saver.last_step, saver.last, last=True)
                 with suppress(KeyboardInterrupt):  # everything is saved: only the last figure is given up
@@ -300,68 +296,6 @@ def _run(
         tokens=progress.tokens,
         succeeded=succeeded,
     )
-
-
-def _supervise(workers: list[Worker], stop: Stop, progress: Progress, signals: Signals, grace: float) -> None:
-    """Starts the workers and waits for the end; raises what went wrong first."""
-    signals.end = lambda: progress.request_end("terminated", within=grace)
-    signals.save = progress.request_save
-    exchange = next(worker.exchange for worker in workers if isinstance(worker, DrafterWorker))
-    first_update, patience = progress.steps_done, math.inf
-    waiting = [worker for worker in workers if not isinstance(worker, DrafterWorker)]
-    for worker in workers:
-        if worker not in waiting:
-            worker.start()
-    interrupts = 0
-    while not stop.is_set():
-        try:
-            # Everybody else waits until the drafters have compiled.
-            if waiting and progress.warm.wait(0.05):
-                for worker in waiting:
-                    worker.start()
-                waiting = []
-            stop.wait(0.05)
-            if progress.requested == "terminated":
-                if waiting:  # still warming up: nothing to save
-                    stop.set()
-                    raise Terminated("terminated before the first update")
-                patience = min(patience, time.monotonic() + grace * PATIENT_SHARE)
-                if time.monotonic() >= patience and not progress.saving_last:
-                    # The update under way takes too long: what is saved is the state before it.
-                    with exchange.still:
-                        progress.save_between(first_update + exchange.done)
-                    stop.set()
-                    # Each worker leaves after its row; the process should not end in the middle of one.
-                    latest = patience + grace * (1 - PATIENT_SHARE) - 1.0
-                    for worker in workers:
-                        worker.join(max(0.0, latest - time.monotonic()))
-                    return
-        except Terminated:
-            raise
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts == 1:
-                progress.request_end("interrupted")
-            else:
-                stop.set()
-                raise
-    deadline = time.monotonic() + JOIN_SECONDS
-    for worker in workers:
-        if worker not in waiting:
-            worker.join(max(0.0, deadline - time.monotonic()))
-    cause = stop.cause
-    if cause is not None:
-        if isinstance(cause, torch.cuda.OutOfMemoryError):
-            raise UserError(
-                f"{stop.worker} ran out of memory on its device",
-                where="pipeline",
-                fix="lower rows.anchors, rows.length or objective.chunk, or set training.activation_checkpointing",
-            ) from cause
-        if not isinstance(cause, UserError) and hasattr(cause, "add_note"):  # Python 3.10 has no notes
-            cause.add_note(f"in worker {stop.worker!r}")
-        raise cause
-    hanging = [worker.name for worker in workers if worker.is_alive()]
-    assert not hanging, f"workers did not end: {hanging}"
 
 
 def load_targets(plan: Plan) -> list[Target]:
