@@ -23,14 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from draftsmith.decode.prompts import read_prompts
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog
 from draftsmith.observe.summary import number
 from draftsmith.pipeline.plan import Plan
-from draftsmith.pipeline.topology import parse_device
+from draftsmith.pipeline.topology import decoding_device
 from draftsmith.training.checkpoint import checkpoint_folder
 
 BEST = "best"
@@ -223,21 +221,11 @@ def _setting(plan: Plan) -> dict[str, Any]:
         "target": plan.config.target.model_dump(mode="json"),
         "target_dtype": str(plan.target_dtype).removeprefix("torch."),
         "drafter_dtype": str(plan.dtype).removeprefix("torch."),
-        "device": decoding_device(plan),
+        "device": str(decoding_device(config, plan.topology)),
         "prompts": config.prompts if config.prompts is not None else held_out_prompts(plan),
         "limit": config.limit,
         "max_new_tokens": config.max_new_tokens,
     }
-
-
-def decoding_device(plan: Plan) -> str:
-    """Where prompts are decoded: as configured, else a GPU that has no role, else the first target's device."""
-    if plan.config.decoding.device is not None:
-        return str(parse_device(plan.config.decoding.device))
-    used = {str(device) for device in plan.topology.devices}
-    free = [f"cuda:{index}" for index in range(torch.cuda.device_count()) if f"cuda:{index}" not in used]
-    on_cuda = plan.topology.targets[0].type == "cuda"
-    return free[0] if free and on_cuda else str(plan.topology.targets[0])
 
 
 def held_out_prompts(plan: Plan) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Memory by device, estimated before anything is loaded.
 
 Weights, gradients, float32 sums, masters and optimizer state are counted exactly; activations are the tensors that one
-drafter pass keeps for its backward, one head chunk, and what the target holds at a time.
+drafter pass keeps for its backward, one head chunk, and what the target holds at a time. The process that decodes while
+training has weights of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from draftsmith.config import RunConfig
 from draftsmith.drafter import DrafterSpec
-from draftsmith.pipeline.topology import Topology
+from draftsmith.pipeline.topology import Topology, decoding_device
 from draftsmith.target.geometry import TargetGeometry
 
 GIB = 2**30
@@ -74,8 +75,9 @@ def estimate_memory(
         activations += 4 * spec.heads * queries * (length + spec.block_size) * 4
     chunk = min(config.objective.chunk, queries) * geometry.vocab_rows * (3 * 4 if dtype == torch.float32 else 8)
 
+    decoder = decoding_device(config.decoding, topology) if config.decoding.every else None
     memories = []
-    for device in topology.devices:
+    for device in dict.fromkeys((*topology.devices, *([decoder] if decoder else []))):
         targets, drafters = topology.targets.count(device), topology.drafters.count(device)
         target = drafter = optimizer = working = 0
         if targets:
@@ -86,6 +88,10 @@ def estimate_memory(
             drafter = drafters * parameters * 2 * size + (0 if targets else embeddings * size)
             optimizer = drafters * parameters * 4 + parameters * 12 * drafters // len(topology.drafters)
             working += drafters * (activations + chunk + config.pipeline.queue * features)
+        if device == decoder:
+            # A process of its own, with its own copy of the target, and of the drafter.
+            target += (geometry.layers * layer + embeddings) * target_size
+            drafter += parameters * size
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         memories.append(DeviceMemory(str(device), target, drafter, optimizer, working, free))
     return tuple(memories)

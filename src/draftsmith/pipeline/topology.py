@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.config import PipelineConfig
+from draftsmith.config import DecodingConfig, PipelineConfig
 from draftsmith.errors import UserError
 
 
@@ -60,6 +60,22 @@ def resolve_topology(config: PipelineConfig, rows_per_update: int) -> Topology:
         return Topology((devices[0],), (devices[0],), "one GPU: both roles share it")
     split = count - max(1, min(rows_per_update, count * 3 // 8))
     return Topology(tuple(devices[:split]), tuple(devices[split:]), "rule of thumb, not measured")
+
+
+def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
+    """Where prompts are decoded: as configured, else a GPU that has no role, else the first target's device.
+
+    Raises:
+        UserError: the configured device is not there.
+    """
+    if config.device is not None:
+        return parse_device(config.device)
+    free = [
+        device
+        for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        if device not in topology.devices
+    ]
+    return free[0] if free and topology.targets[0].type == "cuda" else topology.targets[0]
 
 
 def parse_device(name: str) -> torch.device:
