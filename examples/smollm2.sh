@@ -27,8 +27,9 @@ if [ ! -e "$gguf" ]; then
   ln -s "$(dirname "$wheel")/SmolLM2-135M-Instruct.Q4_1.gguf" "$gguf"
 fi
 
-draftsmith data generate "$files/train.jsonl" --target "$gguf" --invent "$answers" --max-new-tokens "$tokens"
-draftsmith data generate "$files/held-out.jsonl" --target "$gguf" --invent "$held_out" --seed 1 \
+draftsmith data generate "$files/train.jsonl" --target "$gguf" --invent "$answers" --temperature 0 \
+  --max-new-tokens "$tokens"
+draftsmith data generate "$files/held-out.jsonl" --target "$gguf" --invent "$held_out" --seed 1 --temperature 0 \
   --exclude "$files/train.jsonl" --max-new-tokens "$tokens"
 
 resume=()

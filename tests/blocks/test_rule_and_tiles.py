@@ -117,7 +117,7 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", list(ADVERSARIAL))
-@pytest.mark.parametrize("block_size", [4, 7])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_dense_mask_equals_the_loop_on_adversarial_rows(name: str, block_size: int) -> None:
     lengths, length = ADVERSARIAL[name]
     row = row_of(lengths, length)

@@ -11,7 +11,7 @@ import torch
 from draftsmith.config import TargetConfig, load_config
 from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import encode_prompts, read_prompts
-from draftsmith.demo.run import FULL, PROMPTS, TAU_ASSERTED, asserted, run_demo
+from draftsmith.demo.run import FULL, PROMPTS, SPEEDUP_ASSERTED, TAU_ASSERTED, asserted, run_demo, shortcomings
 from draftsmith.drafter import load_drafter
 from draftsmith.errors import UserError
 from draftsmith.target.load import Target, load_target
@@ -101,9 +101,18 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_demo_stands_for() -> None:
-    full = {"quick": False, "lossless": True, "tau": TAU_ASSERTED}
+    full = {
+        "quick": False,
+        "lossless": True,
+        "tau": TAU_ASSERTED,
+        "tau_prompt_lookup": TAU_ASSERTED - 0.1,
+        "speedup": SPEEDUP_ASSERTED,
+    }
     assert asserted(full)
     assert not asserted({**full, "tau": TAU_ASSERTED - 0.01})
     assert not asserted({**full, "lossless": False})
+    assert not asserted({**full, "tau_prompt_lookup": TAU_ASSERTED})
+    assert not asserted({**full, "speedup": SPEEDUP_ASSERTED - 0.01})
+    assert len(shortcomings({**full, "tau": 1.0, "lossless": False})) == 3
     assert asserted({**full, "quick": True, "tau": 1.0})
     assert not asserted({**full, "quick": True, "lossless": False})

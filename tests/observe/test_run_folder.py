@@ -158,3 +158,17 @@ def test_next_free(tmp_path: Path) -> None:
     (tmp_path / "demo" / "result.json").touch()
     (tmp_path / "demo-2").touch()
     assert next_free(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    (output / "data").mkdir(parents=True)
+    (output / "data" / "answers.jsonl").write_text("{}")
+    with open_run_folder(config(output)) as folder:
+        (folder.path / "events.jsonl").write_text("{}\n")
+        folder.tensorboard.mkdir()
+        folder.discard()
+    assert sorted(path.name for path in output.iterdir() if path.name != lock.LOCK_FILE) == ["data"]
+    assert (output / "data" / "answers.jsonl").exists(), "what was there before stays"
+    with open_run_folder(config(output)):
+        pass

@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
+from draftsmith.observe.live import notable_line
 from draftsmith.pipeline import progress as progress_module
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.plan import make_plan
@@ -85,8 +86,7 @@ def test_eight_workers_overlap_in_time(tiny_run, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resuming_equals_never_having_stopped(tiny_run, optimizer: str) -> None:
-    """Bit for bit: masters, optimizer state, and every loss after the checkpoint; also with another number of drafters
-    at the second start, to float tolerance."""
+    """Bit for bit: masters, optimizer state, and every loss after the checkpoint."""
     settings = {"optimizer": {"name": optimizer}, "training": {"steps": 4}}
     whole = train(tiny_run("whole", **settings))
     parts = tiny_run("parts", **settings)
@@ -237,3 +237,21 @@ def test_what_was_refused_is_counted_and_named(tiny_run, tiny_chats: Path, tmp_p
     result = train(config)
     named = (result.folder / "data-incidents.jsonl").read_text()
     assert f"{mixed}:1" in named
+
+
+def test_a_target_whose_weights_are_cut_short_costs_nothing(tiny_run, tiny_target: Path, tmp_path: Path) -> None:
+    """Refused in one line, and the same command works once the file is mended."""
+    broken = tmp_path / "target"
+    shutil.copytree(tiny_target, broken)
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    config = tiny_run("run", target={"path": str(broken)}, training={"steps": 1})
+    seen: list[str] = []
+    with pytest.raises(UserError, match="target"):
+        train(config, listener=lambda event: seen.append(notable_line(event) or ""))
+    assert any(line.startswith("target") for line in seen)
+    assert not any("error" in line or "failed" in line for line in seen), "the command says it, once"
+    assert [path.name for path in Path(config.training.output).iterdir() if path.name != "lock"] == []
+    weights.write_bytes(whole)
+    assert train(config).step == 1

@@ -145,14 +145,14 @@ def notable_line(event: Event) -> str | None:
     if kind == "notice":
         return f"note: {event.get('text')}"
     if kind == "error":
-        return f"error: {event.get('text')}"
+        return None if event.get("final") else f"error: {event.get('text')}"  # the command ends with its text
     if kind == "warmup" and event.get("text"):
         return f"warm-up: {event['text']}"
     if kind == "ledger" and event.get("lines"):
         return "\n".join(event["lines"])
     if kind == "evidence":
         return f"evidence: {event.get('text')}"
-    if kind == "end":
+    if kind == "end" and event.get("reason") != "failed":
         return f"ended at step {event.get('step')}: {event.get('reason')}"
     return None
 

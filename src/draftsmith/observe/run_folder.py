@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """The folder TensorBoard reads."""
         return self.path / "tensorboard"
+
+    def discard(self) -> None:
+        """Removes what this process wrote: for a run that never began. The same command can be given again then."""
+        for item in self.path.iterdir():
+            if item.name in _PREPARED or item.name == LOCK_FILE:
+                continue
+            if item.is_dir():
+                shutil.rmtree(item, ignore_errors=True)
+            else:
+                item.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Frees the lock. The lock file stays: removing it would race with a process that waits for it."""

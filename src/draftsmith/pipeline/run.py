@@ -6,6 +6,7 @@ One process. The main thread loads, starts the threads and then only waits (`sup
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,13 +121,15 @@ def train(
     """
     if overfit:
         config = overfit_config(config)
-    # Everything that can be wrong is found before the folder is touched.
+    # Whatever can be found wrong without the target's weights is found before the folder is touched.
     check_run_folder(config, resume=resume)
     for name in config.training.trackers:
         find_tracker(name)
     plan = make_plan(config, overfit=overfit)
     with open_run_folder(config, resume=resume) as folder:
-        listeners = [listener] if listener else []
+        began = threading.Event()
+        listeners: list[Callable[[Event], None]] = [lambda event: began.set() if event["kind"] == "run" else None]
+        listeners += [listener] if listener else []
         if config.training.tensorboard:
             listeners.append(TensorBoard(folder.tensorboard))
         with EventLog(folder.events, listeners) as log, listening() as signals:
@@ -135,8 +138,10 @@ def train(
             try:
                 return _train(plan, folder.path, log, signals, resume, max_minutes, overfit)
             except BaseException as error:
-                log.write("error", text=str(error) or type(error).__name__)
+                log.write("error", text=str(error) or type(error).__name__, final=True)
                 log.write("end", reason="failed", step=None)
+                if isinstance(error, UserError) and not began.is_set() and not resume:
+                    folder.discard()
                 raise
 
 
