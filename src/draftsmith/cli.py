@@ -181,6 +181,7 @@ def evaluate_drafter(
         from draftsmith.drafter.native import load_drafter
 
         model = load_drafter(drafter, frozen.device, frozen.dtype, frozen.geometry.layers)
+        model.spec.require_target(frozen.geometry, str(drafter))
         if parity:
             from draftsmith.export.parity import check_parity, training_text_of
 

@@ -112,6 +112,7 @@ def _decode(
     name = ("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype
     frozen = load_target(TargetConfig(path=target), place, getattr(torch, name))  # type: ignore[call-arg]
     model = load_drafter(Path(drafter), frozen.device, frozen.dtype, frozen.geometry.layers)
+    model.spec.require_target(frozen.geometry, str(drafter))
     run = find_run(Path(drafter))
     with LiveLine() as live:
         result = bench_decode(

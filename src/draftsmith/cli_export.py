@@ -152,6 +152,7 @@ def chat(
     config = TargetConfig(path=target, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
     frozen = load_target(config, place, number)
     model = load_drafter(folder, frozen.device, frozen.dtype, frozen.geometry.layers)
+    model.spec.require_target(frozen.geometry, str(folder))
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     talk = Chat(frozen, model, max_new_tokens=max_new_tokens, block_size=block_size, sampling=sampling)
     console = Console(highlight=False)
@@ -159,7 +160,8 @@ def chat(
 
     def ask() -> str:
         if prompt is None:
-            return console.input("[bold]> [/bold]")
+            # What is no UTF-8 arrives as lone surrogates, which no tokenizer takes.
+            return console.input("[bold]> [/bold]").encode("utf-8", "replace").decode("utf-8")
         try:
             return next(asked)
         except StopIteration:

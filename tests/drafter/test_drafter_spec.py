@@ -74,3 +74,11 @@ def test_what_cannot_be_is_refused(config: dict[str, Any], mask_token_id: int, w
     with pytest.raises(UserError) as caught:
         resolve_spec(DrafterConfig(**config), target(), mask_token_id)
     assert where in caught.value.where
+
+
+def test_a_drafter_for_another_target_is_refused() -> None:
+    spec = resolve_spec(DrafterConfig(), target(), mask_token_id=999)
+    spec.require_target(target(), "here")
+    for change in ({"layers": 28}, {"vocab_rows": 1001}, {"hidden_size": 32}):
+        with pytest.raises(UserError, match="here: is for another target"):
+            spec.require_target(target(**change), "here")

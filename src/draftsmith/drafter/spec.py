@@ -46,6 +46,25 @@ class DrafterSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
 
+    def require_target(self, target: TargetGeometry, where: str) -> None:
+        """Refuses a drafter that was trained for another target than this.
+
+        Args:
+            target: that it is to draft for.
+            where: the drafter, for the message.
+
+        Raises:
+            UserError: hidden size, depth or vocabulary differ.
+        """
+        theirs = (self.hidden_size, self.target_layers, self.vocab_rows)
+        ours = (target.hidden_size, target.layers, target.vocab_rows)
+        if ours != theirs:
+            raise UserError(
+                f"is for another target: its hidden size, layers and vocabulary are {theirs}, the target's are {ours}",
+                where=where,
+                fix="name the target that it was trained for",
+            )
+
     def layer_kind(self, layer: int) -> LayerKind:
         """Attention of one layer, the unset `causal` resolved as serving engines do."""
         sliding = self.layer_types[layer] == "sliding_attention"

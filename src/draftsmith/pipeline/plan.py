@@ -185,13 +185,7 @@ def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry, notices
     """
     assert config.drafter.init is not None
     spec = read_spec(Path(config.drafter.init), geometry.layers)
-    ours = (geometry.hidden_size, geometry.layers, geometry.vocab_rows)
-    theirs = (spec.hidden_size, spec.target_layers, spec.vocab_rows)
-    if ours != theirs:
-        raise UserError(
-            f"is for another target: its hidden size, layers and vocabulary are {theirs}, the target's are {ours}",
-            where=config.drafter.init,
-        )
+    spec.require_target(geometry, config.drafter.init)
     notices.append(f"weights and geometry of the drafter come from {config.drafter.init}")
     given = config.drafter.model_fields_set
     replaced = [

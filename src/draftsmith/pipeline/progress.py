@@ -155,7 +155,7 @@ class Progress:
         if self._limit is not None and self.seconds >= self._limit:
             self.request_end("time limit")
         if self._overfit and self.loss < OVERFIT_LOSS:
-            self.request_end("overfitted")
+            self.request_end(OVERFITTED)
         end = update + 1 == self.sequence.steps
         if self.requested and not end:
             self.reason, end = self.requested, True
@@ -302,4 +302,4 @@ class Progress:
         return (pending.tokens - tokens) / seconds, min(1.0, (waited - waited_before) / seconds), seconds
 
 
-OVERFIT_LOSS = 0.05
+OVERFIT_LOSS, OVERFITTED = 0.05, "overfitted"

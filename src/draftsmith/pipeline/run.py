@@ -34,7 +34,7 @@ from draftsmith.pipeline.held_out import HeldOut
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import Plan, make_plan, overfit_config
-from draftsmith.pipeline.progress import OVERFIT_LOSS, Progress
+from draftsmith.pipeline.progress import OVERFIT_LOSS, OVERFITTED, Progress
 from draftsmith.pipeline.saving import Saver
 from draftsmith.pipeline.signals import Signals, listening
 from draftsmith.pipeline.stored import stored_targets
@@ -286,7 +286,8 @@ def _run(
             held_out.failure, where="decoding.bound", fix="decoding.on_disagreement=warn trains on as it is"
         )
     reason = progress.reason
-    succeeded = not overfit or progress.loss < OVERFIT_LOSS
+    # The update under way when the loss was low enough may have raised it again.
+    succeeded = not overfit or reason == OVERFITTED or progress.loss < OVERFIT_LOSS
     log.write("end", reason=reason, step=progress.steps_done)
     return TrainResult(
         folder=folder,

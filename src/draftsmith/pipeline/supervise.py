@@ -18,6 +18,7 @@ from draftsmith.pipeline.signals import Signals, Terminated
 from draftsmith.pipeline.workers import DrafterWorker, Worker
 
 JOIN_SECONDS = 10.0
+_CPU_IS_FULL = "DefaultCPUAllocator"  # torch says so in a plain RuntimeError
 PATIENT_SHARE = 0.4  # of the grace, for the update under way
 
 
@@ -110,7 +111,7 @@ def _raise_cause(stop: Stop) -> None:
     cause = stop.cause
     if cause is None:
         return
-    if isinstance(cause, torch.cuda.OutOfMemoryError):
+    if isinstance(cause, torch.cuda.OutOfMemoryError | MemoryError) or _CPU_IS_FULL in str(cause):
         raise UserError(
             f"{stop.worker} ran out of memory on its device",
             where="pipeline",
