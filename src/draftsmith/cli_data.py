@@ -194,12 +194,13 @@ def features(
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.features import describe_run, predict, wanted_by, write_features
     from draftsmith.target.geometry import read_geometry
-    from draftsmith.target.load import load_tokenizer
+    from draftsmith.target.load import load_tokenizer, read_stop_ids
 
     run = load_config(config, overrides)
     geometry, tokenizer = read_geometry(run.target), load_tokenizer(run.target)
     length, seed, block_size = run.rows.length, run.training.seed, run.drafter.block_size
-    corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size)
+    stops = read_stop_ids(run.target, tokenizer)
+    corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
     wanted = wanted_by(run, geometry, dtype)
     told = predict(corpus, wanted, geometry, output)
     print(told.line(), file=sys.stderr)

@@ -67,6 +67,7 @@ WRITERS: dict[str, Callable[[Path, list[Any]], None]] = {
     "array.json": bytes_by(lambda records: json.dumps(records).encode()),
     "indented.json": bytes_by(lambda records: json.dumps(records, indent=2).encode("utf-8-sig")),
     "wrapped.json": bytes_by(lambda records: json.dumps({"version": 1, "data": records}, indent=2).encode()),
+    "wrapped_on_one_line.json": bytes_by(lambda records: json.dumps({"data": records}).encode() + b"\n\n"),
     "a.jsonl.gz": bytes_by(lambda records: gzip.compress(lines(records))),
     "a.jsonl.bz2": bytes_by(lambda records: bz2.compress(lines(records))),
     "a.jsonl.xz": bytes_by(lambda records: lzma.compress(lines(records))),

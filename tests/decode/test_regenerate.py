@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hostile_server import HostileServer, answer_to, question_of
@@ -31,7 +32,7 @@ from draftsmith.decode.regenerate import (
     regenerate_from_server,
     regenerate_from_target,
 )
-from draftsmith.decode.server import ChatServer
+from draftsmith.decode.server import ChatServer, _well_formed
 from draftsmith.decode.speculative import GreedyProposer, decode
 from draftsmith.errors import UserError
 from draftsmith.target.load import load_target
@@ -412,3 +413,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ]:
         assert cli.main([*arguments, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "tool_calls"])
+def test_an_answer_may_have_no_content(key: str) -> None:
+    """A model that was cut off inside its thought says only that; servers name it either way."""
+    reply: dict[str, Any] = {"choices": [{"message": {"role": "assistant", "content": None, key: "so far"}}]}
+    assert _well_formed(httpx.Response(200, json=reply), "/chat/completions") == reply
+    reply["choices"][0]["message"][key] = None
+    assert _well_formed(httpx.Response(200, json=reply), "/chat/completions") == "neither content nor tool calls"

@@ -234,3 +234,9 @@ def test_the_plan_needs_no_weights(tiny_run: Any, tiny_target: Path, tmp_path: P
     shutil.copytree(tiny_target, bare)
     (bare / "model.safetensors").unlink()
     assert make_plan(tiny_run(target={"path": str(bare)})).spec.taps
+
+
+def test_a_drafter_to_start_from_decides_the_taps(tiny_run: Any) -> None:
+    first = run_module.train(tiny_run("first", drafter={"taps": [0, 4]}, training={"steps": 1}))
+    later = tiny_run("later", drafter={"init": str(first.checkpoint), "taps": [1, 2]})
+    assert wanted_by(later, read_geometry(later.target), "bf16").taps == (0, 4)

@@ -15,7 +15,7 @@ from tiny_models import save_tiny
 from draftsmith.config import TargetConfig
 from draftsmith.errors import UserError
 from draftsmith.target.geometry import read_geometry
-from draftsmith.target.load import load_target, load_tokenizer
+from draftsmith.target.load import load_target, load_tokenizer, read_stop_ids
 
 
 def load(path: Path | str, **options):
@@ -170,3 +170,13 @@ def test_tokenizer_alone(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     tokenizer = load_tokenizer(TargetConfig(path=str(tmp_path)))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], tokenize=False) == "<|user|>fox<|stop|>"
+
+
+def test_stop_ids_are_known_without_weights(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "t", "llama")
+    config = TargetConfig(path=str(folder))
+    tokenizer = load_tokenizer(config)
+    assert read_stop_ids(config, tokenizer) == load_target(config, "cpu", torch.float32).stop_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert set(read_stop_ids(config, tokenizer)) >= {5, 7}
+    assert read_stop_ids(config, tokenizer) == load_target(config, "cpu", torch.float32).stop_ids

@@ -228,15 +228,16 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
 
 
 def _read_document(path: Path) -> list[Any] | None:
-    """Records of a file that is one JSON object over several lines; None if it is not.
+    """Records of a file that is one JSON object, on one line or several; None if it is not.
 
     The object is a record itself, or holds the list of them under one key ({"data": […]}).
     """
     with open_bytes(path) as file:
         text = file.readline(_CHUNK).removeprefix(_BYTE_ORDER_MARK)
-        if _is_json(text):
+        if not _is_json(text):
+            text += file.read(WHOLE_DOCUMENT_BYTES)
+        elif file.read(_CHUNK).strip():
             return None  # lines
-        text += file.read(WHOLE_DOCUMENT_BYTES)
     try:
         content = json.loads(text) if len(text) < WHOLE_DOCUMENT_BYTES else None
     except (ValueError, RecursionError):

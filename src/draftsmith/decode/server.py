@@ -49,7 +49,7 @@ class Reply:
     """A well-formed answer.
 
     Attributes:
-        message: role, content, and what else the server says (reasoning_content, tool_calls).
+        message: role, content, and what else the server says (reasoning_content or reasoning, tool_calls).
         finish_reason: as the server says it.
         tokens: of the answer, None if the server's count cannot be believed.
         attempts: requests that it took.
@@ -260,7 +260,7 @@ def _well_formed(response: httpx.Response, path: str) -> dict[str, Any] | str:
     said = message.get("content")
     if said is not None and not isinstance(said, str):
         return "content is no text"
-    if said is None and not message.get("tool_calls") and not message.get("reasoning_content"):
+    if said is None and not any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning")):
         return "neither content nor tool calls"
     return content
 

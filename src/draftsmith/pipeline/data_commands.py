@@ -35,7 +35,7 @@ from draftsmith.errors import UserError
 from draftsmith.objective import decay_weights
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import TargetGeometry, read_geometry
-from draftsmith.target.load import load_tokenizer
+from draftsmith.target.load import load_tokenizer, read_stop_ids
 from draftsmith.target.taps import choose_mask_token
 
 # Text of another model in another template gets below a tenth; fluent text by people from an instruct model about half.
@@ -138,6 +138,7 @@ def check_data(
             length=config.rows.length,
             seed=config.training.seed,
             block_size=block_size,
+            stop_ids=read_stop_ids(config.target, tokenizer),
             progress=lambda done: progress("conversation", done),
         )
         _describe_template(check, config, tokenizer)
@@ -222,7 +223,7 @@ def _judge_score(check: DataCheck) -> None:
 
 
 def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> None:
-    tokeniser = make_tokeniser(config.data, tokenizer)
+    tokeniser = make_tokeniser(config.data, tokenizer, read_stop_ids(config.target, tokenizer))
     own = getattr(tokenizer, "chat_template", None)
     used = tokeniser.template or own
     if not used:
@@ -267,7 +268,12 @@ def preview_rows(
     spec = _start(config, geometry)
     block_size = spec.block_size if spec else config.drafter.block_size
     corpus = prepare_corpus(
-        config.data, tokenizer, length=config.rows.length, seed=config.training.seed, block_size=block_size
+        config.data,
+        tokenizer,
+        length=config.rows.length,
+        seed=config.training.seed,
+        block_size=block_size,
+        stop_ids=read_stop_ids(config.target, tokenizer),
     )
     if conversation is not None:
         found = corpus.train.find(conversation)
@@ -354,6 +360,7 @@ def prepare_data(config: RunConfig, progress: Callable[[int], None] | None = Non
         length=config.rows.length,
         seed=config.training.seed,
         block_size=start.block_size if start else config.drafter.block_size,
+        stop_ids=read_stop_ids(config.target, tokenizer),
         progress=progress,
     )
     seconds = time.monotonic() - began

@@ -50,6 +50,7 @@ from draftsmith.data.tables import fingerprint_tokenizer
 from draftsmith.drafter import resolve_spec
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
+from draftsmith.pipeline.plan import read_spec_to_start_from
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import TargetGeometry
 from draftsmith.target.head import TargetHead
@@ -114,8 +115,11 @@ class Wanted:
 
 
 def wanted_by(config: RunConfig, geometry: TargetGeometry, dtype: Stored) -> Wanted:
-    """What a run's config needs of its target."""
-    taps = resolve_spec(config.drafter, geometry, config.drafter.mask_token_id or 0).taps
+    """What a run's config needs of its target; taps are those of `drafter.init`, if it names one, as in training."""
+    if config.drafter.init:
+        taps = read_spec_to_start_from(config, geometry, []).taps
+    else:
+        taps = resolve_spec(config.drafter, geometry, config.drafter.mask_token_id or 0).taps
     return Wanted(tuple(taps), geometry.hidden_size, config.objective.labels != "data", dtype)
 
 

@@ -25,7 +25,7 @@ from draftsmith.pipeline.jobs import JobSequence
 from draftsmith.pipeline.memory import DeviceMemory, estimate_memory
 from draftsmith.pipeline.topology import Topology, resolve_topology
 from draftsmith.target.geometry import TargetGeometry, read_geometry, read_kinds
-from draftsmith.target.load import load_tokenizer
+from draftsmith.target.load import load_tokenizer, read_stop_ids
 from draftsmith.target.taps import MaskToken, choose_mask_token
 
 # Fields of the config's drafter section that a drafter to start from decides.
@@ -153,6 +153,7 @@ def make_plan(
         length=config.rows.length,
         seed=config.training.seed,
         block_size=block_size,
+        stop_ids=read_stop_ids(config.target, tokenizer),
     )
     configured = spec.mask_token_id if spec else config.drafter.mask_token_id
     mask = choose_mask_token(tokenizer, geometry.vocab_rows, torch.from_numpy(corpus.used_ids), configured)

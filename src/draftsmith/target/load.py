@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -73,7 +73,13 @@ def load_target(config: TargetConfig, device: torch.device | str, dtype: torch.d
         model.requires_grad_(False)
         model.eval()
         model.to(device)
-        target = Target(model, tokenizer, geometry, layer_kinds(hf_config), _stop_ids(model, tokenizer))
+        target = Target(
+            model,
+            tokenizer,
+            geometry,
+            layer_kinds(hf_config),
+            _stop_ids(getattr(model, "generation_config", None), tokenizer),
+        )
         rows = model.get_input_embeddings().weight.shape[0]
         if rows != geometry.vocab_rows:
             what = f"has {rows} embedding rows, but its configuration says {geometry.vocab_rows}"
@@ -149,11 +155,28 @@ def _refuse_incomplete(source: Source, report: dict[str, Any]) -> None:
         raise UserError(what, where=source.name, fix="fetch the model again; its files are incomplete")
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def _stop_ids(generation: Any, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's end token and those that the generation settings add."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    configured = getattr(generation, "eos_token_id", None)
     ids = set(configured) if isinstance(configured, list | tuple) else {configured}
     return tuple(sorted(int(row) for row in ids | {tokenizer.eos_token_id} if row is not None))
+
+
+def read_stop_ids(config: TargetConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer of the target, as `Target.stop_ids`, without its weights.
+
+    Raises:
+        UserError: the target's configuration cannot be read.
+    """
+    source = locate(config)
+    if source.gguf_path() is not None:
+        return _stop_ids(GenerationConfig.from_model_config(read_config(config)), tokenizer)
+    with loading, explained(source), _Quiet():
+        try:
+            generation = GenerationConfig.from_pretrained(source.place)
+        except OSError:  # has none: transformers then takes it from the model's configuration
+            generation = GenerationConfig.from_model_config(read_config(config))
+    return _stop_ids(generation, tokenizer)
 
 
 class _Quiet:
