@@ -98,7 +98,7 @@ def test_it_learns_and_changes_nothing(trained: Trained) -> None:
     for prompt, run in zip(trained.encoded, evaluation.decoded, strict=True):
         row = walk.answer_row(prompt, run.tokens)
         features = trained.target.features(row.tokens_S, row.document_S, row.positions_S, trained.drafter.spec.taps)
-        accepted = walk.accepted_from_every_token(trained.drafter, head, row, features.taps_SF, torch.device("cpu"))
+        accepted = walk.accepted_from_every_token(trained.drafter, head, row, features.taps_SF)
         walked = walk.walk(accepted, len(prompt), len(prompt) + len(run.tokens))
         assert sum(walked) == len(run.tokens) - 1
         # Decoding shortens blocks that would pass the length limit; until then the rounds are the same ones.

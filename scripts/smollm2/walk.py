@@ -20,59 +20,14 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.blocks import make_draft_batch
-from draftsmith.blocks.row import Row
 from draftsmith.config import TargetConfig
 from draftsmith.decode.evaluate import NOT_LOOPING, distinct_share
 from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import encode_prompts, read_prompts
-from draftsmith.drafter import DraftModel, build_masks, load_drafter
+from draftsmith.decode.walk import accepted_from_every_token, answer_row
+from draftsmith.drafter import load_drafter
 from draftsmith.target.forward import Target
-from draftsmith.target.head import TargetHead
 from draftsmith.target.load import load_target
-
-BLOCKS_AT_ONCE = 64  # whose logits exist at one time
-
-
-def answer_row(prompt: list[int], answer: list[int]) -> Row:
-    """One document, the answer taught."""
-    length = len(prompt) + len(answer)
-    mask = torch.arange(length) >= len(prompt)
-    tokens = torch.tensor([*prompt, *answer])
-    return Row(0, tokens, mask, torch.zeros(length, dtype=torch.int32), torch.arange(length))
-
-
-@torch.no_grad()
-def accepted_from_every_token(
-    drafter: DraftModel, head: TargetHead, row: Row, features_SF: torch.Tensor, device: torch.device
-) -> dict[int, int]:
-    """Drafted tokens that stand, by anchor."""
-    spec, length = drafter.spec, row.tokens_S.numel()
-    batch = make_draft_batch(
-        row,
-        anchors=int(row.loss_mask_S.sum()) - 1,
-        block_size=spec.block_size,
-        mask_token_id=spec.mask_token_id,
-        slot_weights_B=torch.ones(spec.block_size),
-        chunk=spec.block_size,
-        kinds=spec.kinds,
-        seed=(0,),
-        with_tiles=False,
-    ).to(device)
-    hidden_QH = drafter(
-        features_SF,
-        head.embed(batch.inputs_Q),
-        batch.context_positions_S,
-        batch.block_positions_Q,
-        build_masks(batch, "dense"),
-    )
-    hidden_NBH = hidden_QH.view(-1, spec.block_size, spec.hidden_size)[:, 1:]
-    drafts_NK = torch.cat([head.logits(part).argmax(-1) for part in hidden_NBH.split(BLOCKS_AT_ONCE)])
-    place_NK = batch.anchors_N[:, None] + torch.arange(1, spec.block_size, device=device)
-    text_NK = row.tokens_S.to(device)[place_NK.clamp(max=length - 1)]
-    right_NK = (drafts_NK == text_NK) & (place_NK < length)
-    accepted_N = right_NK.long().cumprod(1).sum(1)
-    return dict(zip(batch.anchors_N.tolist(), accepted_N.tolist(), strict=True))
 
 
 def walk(accepted: dict[int, int], first: int, length: int) -> list[int]:
@@ -132,7 +87,7 @@ def main() -> int:
             taps = drafter.spec.taps
             if taps not in features:
                 features[taps] = target.features(row.tokens_S, row.document_S, row.positions_S, taps).taps_SF
-            accepted = accepted_from_every_token(drafter, head, row, features[taps], device)
+            accepted = accepted_from_every_token(drafter, head, row, features[taps])
             rounds[folder].append(walk(accepted, len(prompt), len(prompt) + len(answer)))
     for folder, found in rounds.items():
         fresh = [one for one, loops in zip(found, looping, strict=True) if not loops]

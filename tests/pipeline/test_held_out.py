@@ -14,8 +14,10 @@ import torch
 
 from draftsmith.blocks import make_draft_batch
 from draftsmith.config import RunConfig, TargetConfig
+from draftsmith.decode import walk as walk_module
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.speculative import GreedyProposer, decode
+from draftsmith.decode.walk import accepted_from_every_token, answer_row
 from draftsmith.drafter import DrafterSpec, DraftModel, build_masks, load_drafter
 from draftsmith.drafter.native import save_drafter
 from draftsmith.errors import UserError
@@ -23,7 +25,7 @@ from draftsmith.observe.events import Event, EventLog, read_events
 from draftsmith.observe.live import notable_line
 from draftsmith.observe.status import read_status
 from draftsmith.pipeline import decoder_process, held_out
-from draftsmith.pipeline.decoder_process import accepted_from_every_token, answer_row, compare
+from draftsmith.pipeline.decoder_process import compare
 from draftsmith.pipeline.held_out import HeldOut, held_out_prompts
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.run import train
@@ -127,10 +129,10 @@ def test_a_training_forward_that_is_not_what_serves_is_seen(
     if wrong == "features":
         monkeypatch.setattr(Target, "features", shifted)
     elif wrong == "positions":
-        monkeypatch.setattr(decoder_process, "make_draft_batch", other_positions)
+        monkeypatch.setattr(walk_module, "make_draft_batch", other_positions)
     else:
         monkeypatch.setattr(
-            decoder_process, "make_draft_batch", lambda row, **kwargs: make(row, **{**kwargs, "mask_token_id": 7})
+            walk_module, "make_draft_batch", lambda row, **kwargs: make(row, **{**kwargs, "mask_token_id": 7})
         )
     found = compare(drafter, target, prompts, TOKENS)
     assert found["agree"] < 0.9
@@ -142,7 +144,8 @@ def test_accepted_from_every_token_by_hand(target: Target, prompts, drafter: Dra
     prompt, head = prompts[0], target.head()
     answer = decode(target, prompt, GreedyProposer(), max_new_tokens=TOKENS, stop_ids=stop_ids_of(target))
     row = answer_row(prompt, answer.tokens)
-    accepted = accepted_from_every_token(drafter, target, head, row)
+    features = target.features(row.tokens_S, row.document_S, row.positions_S, drafter.spec.taps)
+    accepted = accepted_from_every_token(drafter, head, row, features.taps_SF)
     assert sorted(accepted) == list(range(len(prompt), row.tokens_S.numel() - 1))
     features = target.features(row.tokens_S, row.document_S, row.positions_S, drafter.spec.taps).taps_SF
     block = torch.full((5,), 2)

@@ -27,20 +27,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 
-from draftsmith.blocks import Row, make_draft_batch
 from draftsmith.config import TargetConfig
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.decode.speculative import DrafterProposer, decode
-from draftsmith.drafter import DraftModel, build_masks, load_drafter
+from draftsmith.decode.walk import accepted_from_every_token, answer_row
+from draftsmith.drafter import DraftModel, load_drafter
 from draftsmith.errors import UserError
 from draftsmith.target.forward import Target
-from draftsmith.target.head import TargetHead
 from draftsmith.target.load import load_target
-
-BLOCKS_AT_ONCE = 64  # whose logits exist at one time
 
 
 @dataclass
@@ -99,7 +95,8 @@ def compare(
             continue
         row = answer_row(prompt, answer.tokens)
         first, end, limit = len(prompt), row.tokens_S.numel(), len(prompt) + max_new_tokens
-        accepted = accepted_from_every_token(drafter, target, head, row)
+        features = target.features(row.tokens_S, row.document_S, row.positions_S, drafter.spec.taps)
+        accepted = accepted_from_every_token(drafter, head, row, features.taps_SF)
 
         def emits(place: int, accepted: dict[int, int] = accepted, end: int = end) -> int:
             return min(accepted[place] + 1, end - 1 - place)
@@ -126,51 +123,6 @@ def compare(
         "forwards": decoded.forwards,
         "seconds": time.monotonic() - began,
     }
-
-
-def answer_row(prompt: Sequence[int], answer: Sequence[int]) -> Row:
-    """One document, the answer taught."""
-    length = len(prompt) + len(answer)
-    mask = torch.arange(length) >= len(prompt)
-    tokens = torch.tensor([*prompt, *answer])
-    return Row(0, tokens, mask, torch.zeros(length, dtype=torch.int32), torch.arange(length))
-
-
-@torch.no_grad()
-def accepted_from_every_token(drafter: DraftModel, target: Target, head: TargetHead, row: Row) -> dict[int, int]:
-    """Drafts that stand, by the place of the token they were drafted from: the forward of training, dense attention."""
-    spec, length, device = drafter.spec, row.tokens_S.numel(), target.device
-    features = target.features(row.tokens_S, row.document_S, row.positions_S, spec.taps)
-    batch = make_draft_batch(
-        row,
-        anchors=int(row.loss_mask_S.sum()) - 1,
-        block_size=spec.block_size,
-        mask_token_id=spec.mask_token_id,
-        slot_weights_B=torch.ones(spec.block_size),
-        chunk=spec.block_size,
-        kinds=spec.kinds,
-        seed=(0,),
-        with_tiles=False,
-    ).to(device)
-    dtype = next(drafter.parameters()).dtype
-    hidden_QH = drafter(
-        features.taps_SF.to(dtype),
-        head.embed(batch.inputs_Q).to(dtype),
-        batch.context_positions_S,
-        batch.block_positions_Q,
-        build_masks(batch, "dense"),
-    )
-    hidden_NBH = hidden_QH.view(-1, spec.block_size, spec.hidden_size)[:, 1:]
-    drafts_NK = torch.cat([_choices(head, part) for part in hidden_NBH.split(BLOCKS_AT_ONCE)])
-    place_NK = batch.anchors_N[:, None] + torch.arange(1, spec.block_size, device=device)
-    text_NK = row.tokens_S.to(device)[place_NK.clamp(max=length - 1)]
-    right_NK = (drafts_NK == text_NK) & (place_NK < length)
-    accepted_N = right_NK.long().cumprod(1).sum(1)
-    return dict(zip(batch.anchors_N.tolist(), accepted_N.tolist(), strict=True))
-
-
-def _choices(head: TargetHead, hidden_NKH: Tensor) -> Tensor:
-    return head.logits(hidden_NKH).argmax(-1)
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
