@@ -14,21 +14,18 @@ import argparse
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SYLLABLES = ("ka", "lo", "mi", "ren", "tos", "vi", "sha", "qu", "er", "ing", "tion", "al", "be", "str", "ou", "nd")
 VOCABULARY = 20_000
 SENTENCES = 50_000
 
 
-def main() -> None:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
+def conversations(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields `count` conversations as records of the layout "messages"."""
+    rng = random.Random(seed)
     words = ["".join(rng.choices(SYLLABLES, k=rng.randrange(1, 5))) for _ in range(VOCABULARY)]
     weights = list(itertools.accumulate(1 / (rank + 10) for rank in range(VOCABULARY)))
     sentences = [
@@ -39,17 +36,28 @@ def main() -> None:
     def text(most: int) -> str:
         return " ".join(rng.choices(sentences, k=1 + int(most * rng.random() ** 2)))
 
+    for number in range(count):
+        messages = []
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            messages += [
+                {"role": "user", "content": text(3)},
+                {"role": "assistant", "content": text(10)},
+            ]
+        # A number makes every conversation another one.
+        messages[0]["content"] += f" {number}"
+        yield {"messages": messages}
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
     with arguments.output.open("w", encoding="utf-8") as file:
-        for number in range(arguments.count):
-            messages = []
-            for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                messages += [
-                    {"role": "user", "content": text(3)},
-                    {"role": "assistant", "content": text(10)},
-                ]
-            # A number makes every conversation another one.
-            messages[0]["content"] += f" {number}"
-            file.write(json.dumps({"messages": messages}) + "\n")
+        for conversation in conversations(arguments.count, arguments.seed):
+            file.write(json.dumps(conversation) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 
     python scripts/prove_gate.py --seconds 380                      # all parts
     python scripts/prove_gate.py --parts starts --starts 100 --controls 20 --together 6 --seconds 330
+    python scripts/prove_gate.py --parts starts --starts 30 --controls 10 --device cuda:0,cuda:1 --stagger 4
 
 `--device cpu` is a smoke test: dense attention instead of flex, and the tiny geometry. Writes `prove_gate.json` to $OUT
 or the working directory.
@@ -46,7 +47,7 @@ GATED_LIMIT, CONTROL_LIMIT = 90.0, 45.0  # seconds of one process; one thread al
 # -- one start ---------------------------------------------------------------------------------------------------------
 
 
-def one_start(gated: bool, device_name: str, result: pathlib.Path, until: float) -> None:
+def one_start(gated: bool, device_names: str, result: pathlib.Path, until: float, stagger: float) -> None:
     """Three threads, each with a shape of its own, first-call and go backward; the result holds seconds and errors."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -55,8 +56,9 @@ def one_start(gated: bool, device_name: str, result: pathlib.Path, until: float)
 
     stacks = result.with_suffix(".stacks").open("w")
     faulthandler.dump_traceback_later(max(1.0, until - time.time()), exit=True, file=stacks)
-    device = torch.device(device_name)
-    flex = device.type == "cuda"
+    devices = [torch.device(name) for name in device_names.split(",")]
+    flex = devices[0].type == "cuda"
+    delays = [random.Random(f"{result.stem} {index}").uniform(0, stagger) for index in range(3)]
     gate, together, errors = Gate(), threading.Barrier(3), []
 
     def attend(q, k, v, mask):
@@ -64,7 +66,7 @@ def one_start(gated: bool, device_name: str, result: pathlib.Path, until: float)
             return flex_attention(q, k, v, block_mask=mask)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    def make(index: int):
+    def make(index: int, device: torch.device):
         name = f"worker {index}"
         if gated:
             return Region(name, attend, gate=gate, device=device)
@@ -73,6 +75,7 @@ def one_start(gated: bool, device_name: str, result: pathlib.Path, until: float)
 
     def worker(index: int) -> None:
         try:
+            device = devices[index % len(devices)]
             rows = Q * (1 + index)  # another shape for each: nobody's compile helps another
 
             def tensor(length: int) -> torch.Tensor:
@@ -82,8 +85,9 @@ def one_start(gated: bool, device_name: str, result: pathlib.Path, until: float)
             mask = None
             if flex:
                 mask = create_block_mask(lambda b, h, i, j: j <= i, 1, 1, rows, KV, device=device)
-            call = make(index)
+            call = make(index, device)
             together.wait(60)
+            time.sleep(delays[index])
             for _ in range(2):
                 with gate.step() if gated else contextlib.nullcontext():
                     call(q, k, v, mask).sum().backward()
@@ -119,7 +123,7 @@ def starts(options: argparse.Namespace, folder: pathlib.Path, limit: float) -> d
             left = limit - (time.perf_counter() - began)
             while jobs and len(running) < options.together and left > GATED_LIMIT / 2:
                 kind = jobs.pop()
-                running[number] = (kind, *_start(kind, number, options.device, pathlib.Path(scratch), left))
+                running[number] = (kind, *_start(kind, number, options, pathlib.Path(scratch), left))
                 number += 1
             if not running:
                 break
@@ -144,13 +148,16 @@ def starts(options: argparse.Namespace, folder: pathlib.Path, limit: float) -> d
     return summary
 
 
-def _start(kind: str, number: int, device: str, scratch: pathlib.Path, left: float):
+def _start(kind: str, number: int, options: argparse.Namespace, scratch: pathlib.Path, left: float):
     result, cache = scratch / f"{kind}-{number}.json", scratch / f"cache-{number}"
     until = time.time() + min(left, GATED_LIMIT if kind == "gated" else CONTROL_LIMIT)
     # No pool of compile processes: six starts at a time would bring six pools.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment.pop("TRITON_CACHE_DIR", None)
-    command = [sys.executable, __file__, "--one", kind, "--device", device, "--result", str(result), f"--until={until}"]
+    command = [
+        sys.executable, __file__, "--one", kind, "--device", options.device, "--stagger", str(options.stagger),
+        "--result", str(result), f"--until={until}",
+    ]  # fmt: skip
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -236,7 +243,10 @@ def write_config(folder: pathlib.Path, device: str) -> pathlib.Path:
     """A run config at Qwen3-8B geometry (tiny on the CPU); its target has no weights."""
     import yaml
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedTokenizerFast
+
+    from draftsmith.bench.geometry import GEOMETRIES
+    from draftsmith.bench.target import model_config
 
     big = device != "cpu"
     tokenizer = Tokenizer(models.BPE())
@@ -248,13 +258,7 @@ def write_config(folder: pathlib.Path, device: str) -> pathlib.Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", mask_token="<mask>")
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
     fast.save_pretrained(folder / "target")
-    sizes = (4096, 12288, 36, 32, 8, 128, 151936) if big else (32, 64, 6, 4, 2, 8, 300)
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = sizes
-    Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=40960,
-        rope_theta=1e6, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(folder / "target")  # fmt: skip
+    model_config(GEOMETRIES["qwen3-8b" if big else "tiny"]).save_pretrained(folder / "target")
     words = ["some", "words", "to", "learn", "from"]
     with (folder / "chats.jsonl").open("w") as file:
         for number in range(64):
@@ -359,7 +363,8 @@ def layers(options: argparse.Namespace, folder: pathlib.Path, limit: float) -> d
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="of the starts: several with commas, for threads in turn")
+    parser.add_argument("--stagger", type=float, default=0.0, help="seconds at most by which a start's threads differ")
     parser.add_argument("--parts", default="staggered,first-step,layers,starts")
     parser.add_argument("--starts", type=int, default=100)
     parser.add_argument("--controls", type=int, default=20)
@@ -371,7 +376,7 @@ def main() -> int:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one_start(options.one == "gated", options.device, options.result, options.until)
+        one_start(options.one == "gated", options.device, options.result, options.until, options.stagger)
     folder = pathlib.Path(os.environ.get("OUT") or ".")
     folder.mkdir(parents=True, exist_ok=True)
     began, summary = time.perf_counter(), {}

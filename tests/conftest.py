@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,24 @@ def sentence(generator: random.Random, words: int) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell that starts the tests in the background has them ignore SIGINT, and tests of Ctrl-C wait for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def tokenised_data(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tables of tokens go to a folder of the test session, and not to the user's cache."""
     os.environ["DRAFTSMITH_DATA_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch computes in one thread: what is compared bit for bit, and what would make teams of threads wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,8 @@ def test_json_is_alone_on_stdout(
         def to_json(self) -> dict[str, Any]:
             return {"steps": 20, "τ": None}
 
-    def make_plan(run: Any) -> Plan:
+    def make_plan(run: Any, ranks: int) -> Plan:
+        assert ranks == 1
         print("a library talks")
         return Plan()
 
@@ -167,7 +168,7 @@ def test_json_is_alone_on_stdout(
 
 def training_result(**changes: Any) -> types.SimpleNamespace:
     fields = {"reason": "all steps done", "step": 20, "loss": 1.5, "tau_proxy": 2.25, "checkpoint": Path("runs/a/20")}
-    result = types.SimpleNamespace(**{**fields, "succeeded": True, **changes})
+    result = types.SimpleNamespace(**{**fields, "losses": [1.5], "succeeded": True, "rank": 0, **changes})
     result.to_json = lambda: {"step": result.step}
     return result
 
@@ -196,6 +197,15 @@ def test_train_exit_codes(
     assert f"{changes.get('reason', 'all steps done')} at step 20: loss 1.500, τ proxy 2.25" in out
     assert ("NO: one row was not learned" in out) == (code == 1)
     assert err == "step 1/20 · loss 3.000\n"
+
+
+def test_a_run_with_nothing_left_to_do_has_no_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    nothing = training_result(losses=[], loss=float("nan"), tau_proxy=float("nan"))
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=lambda *_, **__: nothing)
+    assert cli.main(["train", config, "--resume"]) == 0
+    assert "all steps done at step 20: no update was made" in capsys.readouterr().out
 
 
 def raising(error: BaseException) -> Any:

@@ -310,7 +310,7 @@ def test_init_refuses(
     chat = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]})
     (tmp_path / "chats.jsonl").write_text(chat + "\n")
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "broken.jsonl").write_text(chat + "\n{\n")
+    (tmp_path / "broken.jsonl").write_text("\n{\n")
     (tmp_path / "asks.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     config = tmp_path / "new.yaml"
     assert cli.main(["init", target or str(tiny_target), str(tmp_path / data), "-o", str(config)]) == 2

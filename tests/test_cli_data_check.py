@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -118,6 +119,62 @@ def test_features_by_command(config: Path, tmp_path: Path, capsys: pytest.Captur
     assert found["written"] == found["documents"] > 100
     assert "GiB to write" in err
     assert run_json(capsys, "data", "features", str(config), str(folder), "--yes", "--device", "cpu")[1]["written"] == 0
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_features_are_written_after_a_yes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch, answer: str, code: int
+) -> None:
+    """The size comes first, then the question; without a yes nothing is written and no target is loaded."""
+    folder = tmp_path / "features"
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    if code:
+        monkeypatch.setattr("draftsmith.target.load.load_target", lambda *_: pytest.fail("loaded"))
+    assert cli.main(["data", "features", str(config), str(folder), "--device", "cpu"]) == code
+    told = capsys.readouterr().err
+    assert told.index("GiB to write") < told.index("Write them? [y/N]")
+    assert folder.exists() == (code == 0)
+
+
+def test_features_that_do_not_fit_are_refused_also_where_some_are_there(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "features"
+    folder.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=1000))
+    command = ["data", "features", str(config), str(folder), "--yes", "--device", "cpu"]
+    assert cli.main(command) == 2
+    assert "not enough room on this disk" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(command) == 0
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=1000))
+    assert cli.main(command) == 0, "what is there needs no room"
+
+
+@pytest.mark.parametrize("command", ["prepare", "check"])
+def test_every_incident_goes_to_a_file(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    data = tmp_path / "some.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": "?"}]})] * 5 + ["{"] * 2
+    lines += [json.dumps({"text": f"the quick brown fox {number} jumps over it"}) for number in range(6)]
+    data.write_text("\n".join(lines))
+    listed = tmp_path / "incidents.jsonl"
+    arguments = ["data", command, str(config), f"data.train={data}", "--incidents", str(listed)]
+    arguments += ["--no-score"] if command == "check" else []
+    cli.main(arguments)
+    found = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [each["source"] for each in found] == [f"{data}:{number}" for number in range(1, 8)]
+    assert [each["reason"] for each in found] == ["no assistant turn"] * 5 + ["malformed"] * 2
+    capsys.readouterr()
+    assert cli.main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    # where nothing is left the list is wanted most
+    data.write_text("\n".join(lines[:5]))
+    listed.unlink()
+    assert cli.main(arguments) == (1 if command == "check" else 2)
+    assert len(listed.read_text().splitlines()) == 5
 
 
 def test_preview_prints_and_writes_a_page(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -258,6 +315,11 @@ def test_check_notes_what_costs_quality(tiny_target: Path, tmp_path: Path, capsy
         assert part in notes
     assert found["template_is_tokenizers"] is False
     assert found["feeds"] == "<|im_end|><|im_start|>assistant: "
+    assert "ends answers with no token" not in notes
+    # newlines around it, and nothing that generation is known to stop at
+    template.write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}")
+    found = run_json(capsys, "data", "check", str(config), *overrides, "--no-score")[1]
+    assert any("the template ends answers with no token, so no end is taught" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,18 @@ def test_overrides_are_read_as_yaml_and_make_missing_sections(tmp_path: Path) ->
     assert config.training.output == ""
 
 
+def test_standard_input_is_a_dash_although_yaml_reads_a_list_of_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, TEXT)
+    assert load_config(file, ["data.train=-", "data.held_out= - "]).data.train == ("-",)
+    assert load_config(file, ["data.train=[-, b.jsonl]"]).data.train == ("-", "b.jsonl")
+    listed = write(tmp_path, "target: {path: demo}\ndata:\n  train:\n    - -\n    - {path: -, weight: 2}\n")
+    plain, weighted = load_config(listed).data.train
+    assert (plain, getattr(weighted, "path", None)) == ("-", "-")
+    nothing = write(tmp_path, "target: {path: demo}\ndata:\n  train:\n    -\n")
+    with pytest.raises(UserError, match=r"data\.train"):
+        load_config(nothing)
+
+
 def test_on_and_off_are_words_although_yaml_reads_booleans(tmp_path: Path) -> None:
     file = write(tmp_path, TEXT + "compile: {enabled: off, evidence: off}\ntraining: {tensorboard: off}\n")
     config = load_config(file)
@@ -158,16 +170,24 @@ def test_every_wrong_key_is_counted() -> None:
         ("drafter", {"sliding_window": 64}, "no entry of layer_types is sliding_attention"),
         ("rows", {"length": 8}, "rows.length: Input should be greater than or equal to 16"),
         ("rows", {"anchors": 0}, "rows.anchors: Input should be greater than or equal to 1"),
-        ("rows", 7, "rows: Input should be a valid dictionary"),
+        ("rows", 7, "rows: Input should be a section of keys and values"),
+        ("pipeline", {"targets": None}, "pipeline.targets: Input should be a list"),
+        ("anchors", {"per_document": 3}, "anchors.per_document: Input should be a section of keys and values"),
         (
             "data",
             {"train": "a", "held_out_share": 0.9},
             "data.held_out_share: Input should be less than or equal to 0.5",
         ),
         ("data", {"train": {"a": 1}}, "data.train"),
+        ("data", {"train": []}, "data.train: Input should have at least one entry"),
         ("optimizer", {"lr": 0}, "optimizer.lr: Input should be greater than 0"),
+        ("optimizer", {"lr": float("inf")}, "optimizer.lr: Input should be a finite number"),
+        ("optimizer", {"betas": [1.5, 0.9]}, "optimizer.betas.0: Input should be less than 1"),
+        ("optimizer", {"betas": [0.9, -0.1]}, "optimizer.betas.1: Input should be greater than or equal to 0"),
+        ("training", {"epochs": float("inf")}, "training.epochs: Input should be a finite number"),
+        ("training", {"seed": 2**64}, "training.seed: Input should be less than 4294967296"),
         ("optimizer", {"name": "sgd"}, "optimizer.name: Input should be 'adamw' or 'muon'"),
-        ("pipeline", {"targets": []}, "pipeline.targets: Tuple should have at least 1 item"),
+        ("pipeline", {"targets": []}, "pipeline.targets: Input should have at least one entry"),
         ("objective", {"labels": "logits"}, "objective.labels: Input should be 'data', 'kl' or 'tv'"),
     ],
 )
@@ -190,6 +210,18 @@ def test_a_chunk_must_hold_a_block() -> None:
     parse_config({**MINIMAL, "objective": {"chunk": 15}})
 
 
+@pytest.mark.parametrize(
+    ("anchors", "block_size", "chunk", "chunks"),
+    [(512, 16, 1920, 4), (1024, 8, 1792, 4), (12, 4, 64, 1), (3, 2, 64, 1)],
+)
+def test_chunks_share_a_row_evenly(anchors: int, block_size: int, chunk: int, chunks: int) -> None:
+    content = {**MINIMAL, "rows": {"anchors": anchors}, "drafter": {"block_size": block_size}}
+    assert parse_config(content).head_chunk == chunk
+    blocks = chunk // (block_size - 1)
+    assert -(-anchors // blocks) == chunks  # whole blocks to a chunk
+    assert parse_config({**content, "objective": {"chunk": 99}}).head_chunk == 99
+
+
 def test_unknown_variant() -> None:
     assert "drafter.variant 'eagle' is unknown (valid: 'dflash')" in problem(
         {**MINIMAL, "drafter": {"variant": "eagle"}}
@@ -208,6 +240,7 @@ def test_the_fingerprint_is_of_what_is_learned() -> None:
 
     assert fingerprint() == fingerprint(training={"output": "elsewhere"})
     assert fingerprint() == fingerprint(drafter={"layers": 5})
+    assert fingerprint() == fingerprint(pipeline={"targets": ["cpu"] * 3, "drafters": ["cpu"], "devices_per_rank": 2})
     assert fingerprint() != fingerprint(drafter={"layers": 4})
     assert fingerprint() != fingerprint(training={"seed": 1})
 

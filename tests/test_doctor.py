@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import metadata
 from pathlib import Path
 
@@ -126,6 +127,23 @@ def test_an_attention_target_wants_nothing(tiny_run):
     findings = {finding.check: finding for finding in examine(tiny_run("plain"))}
     assert findings["target layers"].text == "qwen3: attention only, no extra kernels wanted"
     assert findings["drafter attention"].text == "dense, on the CPU by name"
+
+
+def test_precision_and_quantised_weights(tiny_run, tiny_target, tmp_path):
+    by_name = {finding.check: finding for finding in examine(tiny_run(target={"precision": "fp8"}))}
+    assert "no fast fp8 products on cpu" in by_name["target precision"].text
+    assert (by_name["target precision"].level, by_name["target precision"].mend) == ("bad", "target.precision=full")
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_target, folder)
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "aqlm"}
+    (folder / "config.json").write_text(json.dumps(content))
+    by_name = {finding.check: finding for finding in examine(tiny_run(target={"path": str(folder)}))}
+    assert by_name["target weights"].level == "bad"
+    assert by_name["target weights"].mend.startswith("pip install ")
+    assert by_name["target weights"].mend.endswith("aqlm")
+    names = {finding.check for finding in examine(tiny_run())}
+    assert not names & {"target weights", "target precision"}
 
 
 def test_a_gpu_that_is_not_there_is_bad(tiny_run):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from draftsmith.target.forward import Target
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
+TELLING_SECONDS = 3.0  # that rank 0 needs to collect what is wrong in all ranks, and to say it
 
 app = typer.Typer(
     help="Train DFlash drafters for your own model, and measure what they are worth.",
@@ -58,7 +61,7 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")]
 TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that hold this share.")]
-Seed = Annotated[int, typer.Option(min=0)]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,11 +71,14 @@ def main(arguments: list[str] | None = None) -> int:
         code = app(args=arguments or ["--help"], prog_name="draftsmith", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _refuse(str(error))
+        return _leave_it_to_another() if error.told else _refuse(str(error))
     except _usage_error() as error:
+        if _another_finds_it():
+            return _leave_it_to_another()
         return _refuse(f"{error.format_message()} (draftsmith --help tells more)")  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        print("draftsmith: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("draftsmith: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stdout = None  # type: ignore[assignment]
@@ -129,20 +135,34 @@ def train(
 
     if plan and (resume or overfit):
         raise UserError("--plan only plans", where="command line", fix="leave out --resume and --overfit")
-    run = load_config(config, overrides)
+    try:
+        run = load_config(config, overrides)
+    except UserError as error:
+        error.told = _another_finds_it()
+        raise
+    _take_devices(run.pipeline.devices_per_rank)
     with _report(json_) as report:
         if plan:
             from draftsmith.pipeline.plan import make_plan
+            from draftsmith.pipeline.seat import Seat
 
-            made = make_plan(run)
-            report(made.lines(), made.to_json())
+            seat = Seat.read()
+            if seat.rank == 0:
+                made = make_plan(run, ranks=seat.world)
+                report(made.lines(), made.to_json())
             return 0
         from draftsmith.observe.live import LiveLine
+        from draftsmith.pipeline.hang import HungError, leave_soon
         from draftsmith.pipeline.run import train as train_run
 
-        with LiveLine() as live:
-            result = train_run(run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live)
-        report(_training_lines(result), result.to_json())
+        try:
+            with LiveLine() as live:
+                result = train_run(run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live)
+        except HungError:
+            leave_soon()
+            raise
+        if result.rank == 0:
+            report(_training_lines(result), result.to_json())
     if result.reason in ("interrupted", "terminated"):
         return 130 if result.reason == "interrupted" else 143
     return 0 if result.succeeded else 1
@@ -167,6 +187,10 @@ def evaluate_drafter(
     parity: Annotated[
         bool, typer.Option("--parity", help="Compare the decoder's drafter with the training-time forward instead.")
     ] = False,
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(help="Rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
+    ] = "auto",
     json_: Json = False,
 ) -> int:
     """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
@@ -178,11 +202,14 @@ def evaluate_drafter(
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
 
         from draftsmith.decode.evaluate import evaluate, take_turns
+        from draftsmith.decode.static import StaticRounds
         from draftsmith.drafter.native import load_drafter
 
         model = load_drafter(drafter, frozen.device, frozen.dtype, frozen.geometry.layers)
         model.spec.require_target(frozen.geometry, str(drafter))
         if parity:
+            if compile == "on":
+                raise UserError("--parity compares eager rounds", where="--compile on", fix="leave it out")
             from draftsmith.export.parity import check_parity, training_text_of
 
             compared = check_parity(
@@ -191,10 +218,12 @@ def evaluate_drafter(
             live.close()
             report(compared.lines(), compared.to_json())
             return 0 if compared.fault is None else 1
+        rounds = StaticRounds(frozen, compile)
+        turns = take_turns(frozen, asked, max_new_tokens, rounds=rounds)
         evaluation = evaluate(
             model,
             frozen,
-            encode_prompts(take_turns(frozen, asked, max_new_tokens), frozen.tokenizer),
+            encode_prompts(turns, frozen.tokenizer),
             max_new_tokens=max_new_tokens,
             block_size=block_size,
             temperature=temperature,
@@ -202,6 +231,7 @@ def evaluate_drafter(
             top_p=top_p,
             seed=seed,
             progress=lambda done, total: live({"kind": "step", "unit": "prompt", "step": done, "steps": total}),
+            rounds=rounds,
         )
         live.close()
         report(_evaluation_lines(evaluation), evaluation.to_json())
@@ -232,7 +262,7 @@ def generate(
 ) -> int:
     """Let the target answer prompts (from a file, or its own): the data a drafter learns from."""
     from draftsmith.decode.answers import PROMPT_TOKENS, AnswerOptions, invent_prompts, write_answers
-    from draftsmith.decode.prompts import read_prompts, without
+    from draftsmith.decode.prompts import later_turns, read_prompts, without
     from draftsmith.observe.live import LiveLine
 
     if (prompts is None) == (invent is None):
@@ -249,6 +279,9 @@ def generate(
                 frozen, invent, output, seed=seed, max_new_tokens=longest, batch_size=batch_size, listener=live
             )
         asked = without(asked, known)[:limit]
+        note = later_turns(asked, str(prompts))
+        if note:
+            live({"kind": "notice", "text": note})
         result = write_answers(frozen, asked, output, options, listener=live)
         report(result.lines(), result.to_json())
     return 0
@@ -294,7 +327,8 @@ def _report(as_json: bool) -> Iterator[_Report]:
 
 def _training_lines(result: TrainResult) -> list[str]:
     """How a run ended and where its drafter lies."""
-    lines = [f"{result.reason} at step {result.step}: loss {result.loss:.3f}, τ proxy {result.tau_proxy:.2f}"]
+    figures = f"loss {result.loss:.3f}, τ proxy {result.tau_proxy:.2f}" if result.losses else "no update was made"
+    lines = [f"{result.reason} at step {result.step}: {figures}"]
     if result.checkpoint is not None:
         lines.append(f"drafter in {result.checkpoint}")
     if not result.succeeded:
@@ -333,7 +367,7 @@ def _evaluation_lines(evaluation: Evaluation) -> list[str]:
             f"lossless: {'yes' if evaluation.lossless else 'NO'} ({evaluation.exact_answers} of "
             f"{len(evaluation.taus)} answers equal token for token{ties})"
         )
-    return lines
+    return [*lines, evaluation.way]
 
 
 def _load_target(path: str, gguf_file: str | None, device: str, dtype: DTypeName, trust_remote_code: bool) -> Target:
@@ -361,6 +395,25 @@ def _load_target(path: str, gguf_file: str | None, device: str, dtype: DTypeName
 def _usage_error() -> type[Exception]:
     """click's base of wrong command lines; typer carries a click of its own since 0.26 and used the package before."""
     return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def _take_devices(per_rank: int | None) -> None:
+    """Under torchrun: keeps to this rank's own GPUs, before anything is imported that looks at them all."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from draftsmith.pipeline.seat import Seat
+
+        Seat.read().take_devices(per_rank)
+
+
+def _another_finds_it() -> bool:
+    """Whether another rank on this machine has the same command line and config, and says what is wrong with them."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def _leave_it_to_another() -> int:
+    """Ends without a word, but not before who has the word: launchers end all ranks as soon as one has left."""
+    time.sleep(TELLING_SECONDS)
+    return 2
 
 
 def _refuse(text: str) -> int:

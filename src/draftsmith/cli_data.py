@@ -13,6 +13,8 @@ import typer
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from draftsmith.config import TargetConfig
     from draftsmith.data.preview import RowPicture
     from draftsmith.target.forward import Target
@@ -22,19 +24,24 @@ data_app = typer.Typer(help="Make, look at and check training data.", rich_marku
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
+IncidentsFile = Annotated[
+    Path | None,
+    typer.Option("--incidents", help="Write every conversation that is not used in full here, with the reason."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
 
 
 @data_app.command()
-def prepare(config: Config, overrides: Overrides = None, json_: Json = False) -> int:
+def prepare(config: Config, overrides: Overrides = None, incidents: IncidentsFile = None, json_: Json = False) -> int:
     """Read, tokenise and pack a run's data, and say what became of it; training finds the tokens in the cache."""
     from draftsmith.config import load_config
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.data_commands import prepare_data
 
     run = load_config(config, overrides)
+    _refuse_existing(incidents)
     with LiveLine() as live:
-        prepared = prepare_data(run, _counter(live))
+        prepared = prepare_data(run, _counter(live), incidents)
     _tell(prepared.lines(), prepared.to_json(), json_)
     return 0
 
@@ -80,6 +87,7 @@ def check(
     ] = True,
     sample_tokens: Annotated[int, typer.Option(min=1, help="Taught tokens that the target judges.")] = 20_000,
     device: Device = "auto",
+    incidents: IncidentsFile = None,
     json_: Json = False,
 ) -> int:
     """Say what is in a run's data and whether a run can learn from it; exit 1 if it cannot, with the reason."""
@@ -88,13 +96,14 @@ def check(
     from draftsmith.pipeline.data_commands import check_data
 
     run = load_config(config, overrides)
+    _refuse_existing(incidents)
     load = (lambda: _load(run.target, device)) if score else None
     with LiveLine() as live:
 
         def progress(what: str, done: int) -> None:
             live({"kind": "step", "unit": what, "step": done})
 
-        checked = check_data(run, load, sample_tokens=sample_tokens, progress=progress)
+        checked = check_data(run, load, sample_tokens=sample_tokens, progress=progress, incidents=incidents)
     _tell(checked.lines(), checked.to_json(), json_)
     return 1 if checked.failures else 0
 
@@ -118,7 +127,7 @@ def regenerate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: not limited.")] = 0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     template_options: Annotated[
         str, typer.Option(help='For the chat template, as JSON: {"enable_thinking": false}. Same as in data.')
     ] = "{}",
@@ -129,20 +138,27 @@ def regenerate(
     api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the key.")] = "OPENAI_API_KEY",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many conversations.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="With --target: answers at a time.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="With --target: file with a Jinja template; none: the tokenizer's own.")
+    ] = None,
     device: Device = "auto",
     json_: Json = False,
 ) -> int:
     """Let the target answer every turn of given conversations anew; stopped at any moment, it goes on where it was."""
     import os
 
+    from draftsmith.data.corpus import read_template
     from draftsmith.decode.regenerate import Sampling, regenerate_from_server, regenerate_from_target
-    from draftsmith.observe.live import LiveLine
+    from draftsmith.observe.bar import Bar
 
     if (server is None) == (target is None):
         raise UserError("give either --server URL or --target PATH", where="command line")
+    if server is not None and chat_template is not None:
+        raise UserError("a server has its own template", where="--chat-template", fix="give it to the server")
+    template = None if chat_template is None else read_template(chat_template)
     options, more = _json_object("--template-options", template_options), _json_object("--extra", extra)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, options, more)
-    with LiveLine() as live:
+    with Bar() as live:
         if server is not None:
             from draftsmith.decode.server import ChatServer
 
@@ -168,6 +184,7 @@ def regenerate(
                 frozen,
                 sampling,
                 identity=identity,
+                chat_template=template,
                 batch_size=batch_size,
                 limit=limit,
                 listener=live,
@@ -202,9 +219,9 @@ def features(
     stops = read_stop_ids(run.target, tokenizer)
     corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
     wanted = wanted_by(run, geometry, dtype)
-    told = predict(corpus, wanted, geometry, output)
+    told = predict(corpus, wanted, geometry, output, _place_and_dtype(run.target, device)[1])
     print(told.line(), file=sys.stderr)
-    if told.bytes > told.free and not output.exists():
+    if told.missing > told.free:
         raise UserError("not enough room on this disk", where=str(output), fix="use another, or --dtype fp8")
     if not yes and not typer.confirm("Write them?", err=True):
         return 1
@@ -258,6 +275,11 @@ def _picture_json(picture: RowPicture) -> dict[str, Any]:
     return {**asdict(picture), "padding": picture.padding}
 
 
+def _refuse_existing(path: Path | None) -> None:
+    if path is not None and path.exists():
+        raise UserError("exists already", where=str(path), fix="name another file, or remove it")
+
+
 def _write_new(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,13 +292,19 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _load(config: TargetConfig, device: str) -> Target:
+    from draftsmith.target.load import load_target
+
+    return load_target(config, *_place_and_dtype(config, device))
+
+
+def _place_and_dtype(config: TargetConfig, device: str) -> tuple[torch.device, torch.dtype]:
+    """Where a target is loaded, and in which dtype."""
     import torch
 
     from draftsmith.pipeline.topology import parse_device
-    from draftsmith.target.load import load_target
 
     place = parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     name = config.dtype
     if name == "auto":
         name = "bfloat16" if place.type == "cuda" else "float32"
-    return load_target(config, place, getattr(torch, name))
+    return place, getattr(torch, name)

@@ -133,16 +133,21 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on CUDA.")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the target's own code.")] = False,
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(help="Rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
+    ] = "auto",
 ) -> int:
     """Talk to a target while its drafter drafts: accepted words coloured by slot, τ and speed as they come."""
     from rich.console import Console
 
     from draftsmith.config import TargetConfig
     from draftsmith.decode.chat import Chat, converse
+    from draftsmith.decode.static import StaticRounds
     from draftsmith.drafter.native import load_drafter
     from draftsmith.export.hub import fetch
     from draftsmith.target.load import load_target
@@ -154,7 +159,8 @@ def chat(
     model = load_drafter(folder, frozen.device, frozen.dtype, frozen.geometry.layers)
     model.spec.require_target(frozen.geometry, str(folder))
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    talk = Chat(frozen, model, max_new_tokens=max_new_tokens, block_size=block_size, sampling=sampling)
+    rounds = StaticRounds(frozen, compile)
+    talk = Chat(frozen, model, max_new_tokens=max_new_tokens, block_size=block_size, sampling=sampling, rounds=rounds)
     console = Console(highlight=False)
     asked = iter([] if prompt is None else [prompt])
 
@@ -168,6 +174,7 @@ def chat(
             raise EOFError from None
 
     converse(talk, frozen, console, ask)
+    console.print(rounds.line(), style="dim")
     return 0
 
 

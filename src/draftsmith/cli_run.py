@@ -36,13 +36,32 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The HTML file; by default report.html in the first run.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead, the last rows' way through the pipeline, for ui.perfetto.dev.")
+    ] = None,
     json_: Json = False,
 ) -> int:
     """Write a run's report, or a comparison of runs, as one HTML file."""
+    if trace is not None:
+        return _trace(runs, trace, json_)
     from draftsmith.observe.report import write_report
 
     path = write_report(runs, output or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html"))
     print(f"wrote {path}", file=sys.stderr if json_ else sys.stdout)
     if json_:
         print(json.dumps({"report": str(path), "bytes": path.stat().st_size}))
+    return 0
+
+
+def _trace(runs: list[Path], output: Path, json_: bool) -> int:
+    from draftsmith.errors import UserError
+    from draftsmith.observe.trace import write_trace
+
+    if len(runs) > 1:
+        raise UserError("a trace is of one run", where="--trace")
+    count = write_trace(runs[0], output)
+    parts = ", ".join(f"{number:,} {name}" for name, number in count.items())
+    print(f"wrote {output} ({parts}); open it at https://ui.perfetto.dev", file=sys.stderr if json_ else sys.stdout)
+    if json_:
+        print(json.dumps({"trace": str(output), "bytes": output.stat().st_size, **count}))
     return 0

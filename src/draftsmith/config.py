@@ -14,7 +14,7 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -25,9 +25,9 @@ DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, typed, no unknown keys."""
+    """Base of every section: frozen, typed, no unknown keys, no numbers without end."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -51,7 +51,17 @@ class TargetConfig(Section):
         None, description="folder that draftsmith data features wrote; read instead of running the target"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
+    precision: Literal["full", "fp8"] = Field(
+        "full", description="fp8: linear layers up to the last tap in fp8 while training (Ada, Hopper or newer)"
+    )
+    fp8_bound: float = Field(0.1, gt=0, description="relative change of features above which fp8 is refused")
     trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _something_to_lower(self) -> TargetConfig:
+        if self.precision == "fp8" and self.features is not None:
+            raise ValueError("precision is fp8, but features are read from disk: no target runs")
+        return self
 
 
 class DataSource(Section):
@@ -73,7 +83,8 @@ class DataConfig(Section):
     """Conversations and how they become tokens."""
 
     train: tuple[str | DataSource, ...] = Field(
-        description="files of chats or text (JSON, JSON lines, parquet, arrow; compressed or not), folders, datasets"
+        min_length=1,
+        description="files of chats or text (JSON, JSON lines, parquet, arrow; compressed or not), folders, datasets",
     )
     held_out: tuple[str | DataSource, ...] = Field(
         (), description="files that are only evaluated; empty: split off `held_out_share`"
@@ -89,7 +100,8 @@ class DataConfig(Section):
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         entries = value if isinstance(value, list | tuple) else (value,)
-        return tuple(_data_source(entry) if isinstance(entry, dict) else entry for entry in entries)
+        named = ["-" if entry == [None] else entry for entry in entries]  # `- -`, as YAML reads it
+        return tuple(_data_source(entry) if isinstance(entry, dict) else entry for entry in named)
 
 
 def _data_source(entry: dict[str, Any]) -> DataSource:
@@ -177,7 +189,9 @@ class ObjectiveConfig(Section):
     weights: Literal["decay", "dpace"] = "decay"
     gamma: float | None = Field(None, gt=0, description="decay length; none: 7 for B=16, 4 for B=8, else 0.45·B")
     alpha: float = Field(0.5, ge=0, le=1, description="smoothing of the dpace weights")
-    chunk: int = Field(2048, ge=1, description="taught slots whose logits exist at one time")
+    chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="taught slots whose logits exist at one time; auto: equal chunks of about 2,048"
+    )
 
 
 class OptimizerConfig(Section):
@@ -186,7 +200,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: 2-D weights by Muon, the rest by AdamW")
     lr: float = Field(6e-4, gt=0)
     muon_lr: float | None = Field(None, gt=0, description="none: 10 × lr")
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0, description="global gradient norm")
@@ -203,7 +217,7 @@ class TrainingConfig(Section):
     epochs: float = Field(6.0, gt=0)
     steps: int | None = Field(None, ge=1, description="updates; overrides epochs")
     rows_per_update: int = Field(1, ge=1)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="compute; master weights are always float32"
     )
@@ -216,6 +230,9 @@ class TrainingConfig(Section):
         0, ge=0, description="checkpoints at multiples of so many updates are kept for ever; 0: none"
     )
     grace: float = Field(25.0, gt=0, description="seconds from SIGTERM in which the run saves and ends")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="an update whose loss or gradient is not finite: stop ends the run, skip leaves it out"
+    )
     tensorboard: bool = True
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = Field(
         (), description="further trackers; each needs its extra, draftsmith[wandb] and so on"
@@ -229,6 +246,20 @@ class PipelineConfig(Section):
     drafters: tuple[str, ...] = Field(("auto",), min_length=1)
     prefetch: int = Field(2, ge=1, description="threads that make rows")
     queue: int = Field(2, ge=1, description="rows that may wait in front of each worker")
+    queue_gib: float | None = Field(
+        None, gt=0, description="GiB of features that may wait in front of each drafter; none: as many as queue rows"
+    )
+    devices_per_rank: int | None = Field(
+        None, ge=1, description="GPUs of each rank under torchrun; none: those of the machine, shared out evenly"
+    )
+    hang_seconds: float = Field(
+        600.0, ge=0, description="without any progress, then the run ends and says who waits for whom; 0: never"
+    )
+
+    @property
+    def queue_bytes(self) -> int | None:
+        """`queue_gib` in bytes."""
+        return None if self.queue_gib is None else int(self.queue_gib * 2**30)
 
     @field_validator("targets", "drafters", mode="before")
     @classmethod
@@ -260,6 +291,19 @@ class DecodingConfig(Section):
     on_disagreement: Literal["error", "warn"] = Field("error", description="error: save, then end the run")
 
 
+HEAD_CHUNK = 2048  # taught slots: fewer make the head's products small, more only take memory
+
+
+def balanced_chunk(anchors: int, block_size: int) -> int:
+    """Head chunk that cuts a row's N·(B-1) slots into equal parts of about `HEAD_CHUNK`: none is mostly filling.
+
+    Whole blocks, rounded up to 64 slots.
+    """
+    chunks = -(-anchors * (block_size - 1) // HEAD_CHUNK)
+    slots = -(-anchors // chunks) * (block_size - 1)
+    return -(-slots // 64) * 64
+
+
 class RunConfig(Section):
     """Everything a run needs, in one frozen value."""
 
@@ -283,20 +327,29 @@ class RunConfig(Section):
                 f"pipeline.drafters has {drafters} devices but training.rows_per_update is {rows}: "
                 f"some would never get a row (raise rows_per_update to a multiple of {drafters})"
             )
-        if self.objective.chunk < self.drafter.block_size - 1:
+        if self.head_chunk < self.drafter.block_size - 1:
             raise ValueError(
-                f"objective.chunk {self.objective.chunk} cannot hold the {self.drafter.block_size - 1} taught slots "
+                f"objective.chunk {self.head_chunk} cannot hold the {self.drafter.block_size - 1} taught slots "
                 "of a block"
             )
         if self.drafter.variant != "dflash":
             raise ValueError(f"drafter.variant {self.drafter.variant!r} is unknown (valid: 'dflash')")
         return self
 
+    @property
+    def head_chunk(self) -> int:
+        """Taught slots per head chunk, "auto" resolved."""
+        chunk = self.objective.chunk
+        return balanced_chunk(self.rows.anchors, self.drafter.block_size) if chunk == "auto" else chunk
+
     def fingerprint(self) -> str:
         """Hash of everything that decides what is learned; where, how often and how long it is kept does not count."""
-        content = self.model_dump(mode="json", exclude={"decoding"})
-        for name in ("output", "save_every", "keep", "keep_every", "grace", "tensorboard", "trackers"):
+        content = self.model_dump(mode="json", exclude={"decoding", "pipeline"})
+        for name in ("output", "save_every", "keep", "keep_every", "grace", "tensorboard", "trackers", "on_nan"):
             content["training"].pop(name)
+        content["target"].pop("fp8_bound")
+        if content["target"]["precision"] == "full":
+            content["target"].pop("precision")
         content["data"].pop("cache")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -343,7 +396,8 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"{override!r} is not section.key=value", where="command line")
     try:
-        value = yaml.safe_load(raw) if raw else ""
+        # To YAML a bare dash is a list of nothing; to people it is standard input.
+        value = yaml.safe_load(raw) if raw.strip() not in ("", "-") else raw.strip()
     except yaml.YAMLError:
         raise UserError(f"the value of {key!r} is not valid YAML: {raw!r}", where="command line") from None
     *sections, leaf = key.split(".")
@@ -356,6 +410,14 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
             raise UserError(f"{section!r} in {key!r} is a value, not a section", where="command line")
         node = child
     node[leaf] = value
+
+
+_IN_YAML = {  # what the library says in Python's words
+    "model_type": "Input should be a section of keys and values",
+    "dict_type": "Input should be a section of keys and values",
+    "tuple_type": "Input should be a list",
+    "too_short": "Input should have at least one entry",
+}
 
 
 def _explain(error: ValidationError, where: str) -> UserError:
@@ -371,7 +433,7 @@ def _explain(error: ValidationError, where: str) -> UserError:
         return UserError(f"unknown key {key!r}{more}", where=where, fix=hint)
     if first["type"] == "missing":
         return UserError(f"key {key!r} is missing{more}", where=where)
-    message = first["msg"].removeprefix("Value error, ")
+    message = _IN_YAML.get(first["type"], first["msg"]).removeprefix("Value error, ")
     return UserError(f"{key + ': ' if key else ''}{message}{more}", where=where)
 
 

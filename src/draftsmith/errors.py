@@ -12,7 +12,12 @@ class UserError(Exception):
         what: what is wrong ("row 17 is not valid JSON").
         where: file, line, config key or device; empty when there is no place to name.
         fix: what the user can do ("quote the string, or pass --skip-broken").
+
+    Attributes:
+        told: another process of the same run says it; this one ends without a word.
     """
+
+    told = False
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what = " ".join(str(what).split())

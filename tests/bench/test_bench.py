@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.bench.geometry import find_geometry
-from draftsmith.bench.parts import BENCHES, Setting, compare, default_setting, draft_flops
+from draftsmith.bench.geometry import GEOMETRIES, find_geometry, kinds_of, twin
+from draftsmith.bench.parts import BENCHES, compare, default_setting, draft_flops
+from draftsmith.bench.setting import Setting
+from draftsmith.bench.target import random_target, target_flops
 from draftsmith.blocks import dense_mask
 from draftsmith.cli import main
+from draftsmith.errors import UserError
+from draftsmith.target import fp8
+from draftsmith.target.geometry import FULL, RECURRENT
 
 CPU = torch.device("cpu")
 
@@ -26,7 +31,82 @@ def test_every_part_runs(part: str) -> None:
     result = BENCHES[part](small())
     assert result["bench"] == part
     assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
+    assert result["process_gib"] > 0
+    assert result["real_tokens_per_second"] > 0
+    assert set(result["shape"]) >= {"S", "N", "B", "layers", "documents"}
+    assert 0 < (result.get("share_of_ceiling") or result.get("share_of_bandwidth") or 0.5) < 2
     json.dumps(result)
+
+
+HYBRID = replace(small(), geometry=twin(find_geometry("qwen3.5-hybrid")))
+
+
+@pytest.mark.parametrize("part", ["step", "target"])
+def test_a_hybrid_runs(part: str) -> None:
+    result = BENCHES[part](HYBRID)
+    assert result["tflop"] > 0
+    if part == "target":
+        assert result["packing"] == "separate"
+        assert "linear_attention" in result["packing_reason"]
+
+
+def test_on_a_cpu_large_geometries_have_twins() -> None:
+    for name, geometry in GEOMETRIES.items():
+        setting = default_setting(geometry, CPU, name)
+        large = name not in ("smollm2", "tiny")
+        assert (setting.geometry != geometry) == large
+        assert setting.name == (f"small twin of {name}" if large else name)
+        assert kinds_of(setting.geometry)[3] == kinds_of(geometry)[3] == FULL
+        assert (RECURRENT in kinds_of(setting.geometry)) == (name == "qwen3.5-hybrid")
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3.5-hybrid"])
+def test_the_targets_flops_are_those_of_its_weights(name: str) -> None:
+    """Two for each weight of a matrix and token; then the scores, and the state of layers that have one."""
+    setting = replace(small(), geometry=twin(find_geometry(name)))
+    g, target, layers = setting.geometry, random_target(setting), 5
+    products = sum(
+        weight.numel()
+        for layer in target.layers[:layers]
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 2
+    )
+    size, heads = setting.length // setting.documents, g.heads * g.head_dim
+    scores = sum(4 * heads * (size * size / 2) * setting.documents for kind in target.kinds[:layers] if kind == FULL)
+    state = 0
+    for kind, layer in zip(target.kinds[:layers], target.layers, strict=False):
+        if kind == RECURRENT:
+            delta = layer.linear_attn
+            state += 6 * setting.length * delta.num_v_heads * delta.head_k_dim * delta.head_v_dim
+    counted = target_flops(g, layers, setting.length, setting.documents)
+    assert counted == pytest.approx(2 * setting.length * products + scores + state)
+
+
+def test_the_target_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "missing", lambda *_: "")
+    monkeypatch.setattr(fp8, "NARROW", 64)
+    result = BENCHES["target"](replace(small(), precision="fp8"))
+    assert result["shape"]["precision"] == "fp8"
+    assert all(0.001 < error < 0.2 for error in result["feature_errors"])
+
+
+def test_updates_of_several_rows_and_with_muon() -> None:
+    plain, more, muon = (
+        BENCHES["update"](replace(small(), **change)) for change in ({}, {"rows": 3}, {"optimizer": "muon"})
+    )
+    size = plain["parameters"] * 4  # float32 on a CPU: gradient, weight, and six for masters and moments
+    assert plain["least_traffic_gb"] == pytest.approx(8 * size / 1e9)
+    assert more["least_traffic_gb"] == pytest.approx(14 * size / 1e9)
+    assert muon["tflop"] > 0
+    assert "operators" in plain["kernels"]
+    assert more["shape"]["rows"] == 3
+
+
+def test_a_way_of_packing_can_be_asked_for() -> None:
+    results = [BENCHES["target"](replace(small(), packing=packing)) for packing in ("mask", "separate")]
+    assert [result["packing"] for result in results] == ["mask", "separate"]
+    with pytest.raises(UserError, match="cannot be packed as mask"):
+        BENCHES["target"](replace(HYBRID, packing="mask"))
 
 
 def test_flops_are_those_of_counting() -> None:
@@ -73,7 +153,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     slow.write_text(json.dumps(slow_run))
     assert main([*arguments, "--against", str(slow)]) == 0
     capsys.readouterr()
-    for wrong in (["bench", "everything"], ["bench", "mask", "--geometry", "gpt-9"]):
+    for wrong in (
+        ["bench", "everything"],
+        ["bench", "mask", "--geometry", "gpt-9"],
+        ["bench", "mask", "--precision", "fp8", "--device", "cpu"],
+        ["bench", "mask", "--optimizer", "muon", "--device", "cpu"],
+        ["bench", "target", "--precision", "fp8", "--device", "cpu", "--geometry", "tiny", "--runs", "1"],
+        ["bench", "mask", "--documents", "97", "--length", "96", "--device", "cpu"],
+    ):
         assert main(wrong) == 2
     assert main([*arguments, "--against", str(tmp_path / "none.json")]) == 2
     assert "no such file" in capsys.readouterr().err

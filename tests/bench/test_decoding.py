@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from draftsmith import cli
 from draftsmith.bench.decoding import bench_decode, draw, lengthened, lines_of
 from draftsmith.config import TargetConfig, parse_config
 from draftsmith.decode.prompts import Prompt, encode_prompts
+from draftsmith.decode.static import StaticRounds
 from draftsmith.drafter import load_drafter, resolve_spec, save_drafter
 from draftsmith.drafter.model import DraftModel, initialise
 from draftsmith.errors import UserError
@@ -69,6 +71,20 @@ def test_what_it_measures(target: Target, drafter: Path, tmp_path: Path) -> None
         draw(again, tmp_path / "none" / "p.png")
 
 
+def test_rounds_of_static_shape_have_the_figures_of_eager_ones(target: Target, drafter: Path) -> None:
+    def measured(rounds: StaticRounds) -> dict[str, Any]:
+        tasks = [("one", TEXTS)]
+        return bench_decode(load_drafter(drafter), target, tasks, max_new_tokens=12, contexts=[40], rounds=rounds)
+
+    eager, static = measured(StaticRounds(target, "off")), measured(StaticRounds(target, "on", graphs=False))
+    assert (eager["rounds"], static["rounds"]) == ("eager", "static")
+    assert eager["way"] == "decoding: eager, as asked for"
+    assert "static shapes" in lines_of(static)[-1]
+    for part in ("tasks", "block_sizes", "contexts"):
+        assert [entry["tau"] for entry in static[part]] == [entry["tau"] for entry in eager[part]]
+    assert static["tasks"][0]["lossless"]
+
+
 def test_a_longer_context_ends_as_the_prompt_does(target: Target) -> None:
     short = encode_prompts(TEXTS[:1], target.tokenizer)[0]
     for length in (len(short) + 9, 150):
@@ -89,12 +105,33 @@ def test_the_command(drafter: Path, tiny_target: Path, tmp_path: Path, capsys: p
     assert content["tasks"][0]["task"] == "gsm"
     assert content["tasks"][0]["distribution"]["tokens"] > 0
     assert "p = " in err
+    assert "decoding: eager, because there are no CUDA graphs on cpu" in err
+    assert (content["rounds"], content["rounds_eager_because"]) == ("eager", "there are no CUDA graphs on cpu")
     assert (tmp_path / "p.png").exists()
     for wrong, message in (
         (["bench", "decode"], "needs DRAFTER"),
         ([*arguments, "--contexts", "many"], "not a list of numbers"),
         ([*arguments, "--contexts", "500"], "leaves no room for an answer"),
         (["bench", "step", "drafter"], "takes no drafter"),
+        (["bench", "step", "--compile", "off"], "--compile is of decode"),
+        ([*arguments, "--compile", "on"], "no CUDA graphs on cpu"),
     ):
         assert cli.main(wrong) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert "block size" not in err  # what is wrong is found before anything is decoded
+
+
+def test_eval_says_how_rounds_ran(
+    drafter: Path, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("the fox\n")
+    arguments = ["eval", str(drafter), "--target", str(tiny_target), "--prompts", str(tmp_path / "prompts")]
+    arguments += ["--device", "cpu", "--max-new-tokens", "6"]
+    assert cli.main([*arguments, "--compile", "off"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("decoding: eager, as asked for")
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["setting"]["rounds"] == "eager"
+    for wrong, message in ((["--compile", "on"], "CUDA graphs"), (["--compile", "on", "--parity"], "eager rounds")):
+        assert cli.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err

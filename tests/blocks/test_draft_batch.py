@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -249,3 +251,42 @@ def test_a_floor_and_a_ceiling_per_document() -> None:
     assert np.abs(totals - expected).max() < 5 * np.sqrt(expected.max())
     assert draw_anchors(row, 30, (1,), (2, 9)).tolist() == draw_anchors(row, 30, (1,), (2, 9)).tolist()
     assert draw_anchors(row, 30, (1,), (2, 9)).tolist() != draw_anchors(row, 30, (2,), (2, 9)).tolist()
+
+
+def test_a_packed_batch_is_the_same_in_one_piece_of_memory() -> None:
+    setting = {"anchors": 6, "block_size": 4, "mask_token_id": 99, "slot_weights_B": torch.ones(4), "seed": (0,)}
+    kinds = (LayerKind(), LayerKind(8, True))
+    row = row_of(["..xxxxxxxx", "xxxxxx"], 20)
+    plain = make_draft_batch(row, chunk=5, kinds=kinds, with_tiles=True, **setting)
+    packed = plain.pack()
+
+    def tensors(batch: DraftBatch) -> dict[str, torch.Tensor]:
+        named = {name: getattr(batch, name) for name in batch.__dataclass_fields__ if name.split("_")[-1].isupper()}
+        for kind in kinds:
+            named |= {f"interval {kind} {i}": each for i, each in enumerate(batch.intervals[kind].tensors())}
+            named |= {f"tile {kind} {i}": each for i, each in enumerate(batch.tiles[kind].tensors())}
+        return named
+
+    assert packed.packed is not None
+    storage = packed.packed.untyped_storage().data_ptr()
+    ends = []
+    for name, value in tensors(plain).items():
+        own = tensors(packed)[name]
+        assert torch.equal(own, value), name
+        assert own.dtype == value.dtype, name
+        assert own.untyped_storage().data_ptr() == storage, name
+        assert (own.data_ptr() - storage) % 128 == 0, name
+        assert own._base is None, "compiled code sees plain tensors"
+        ends.append((own.data_ptr(), own.data_ptr() + own.numel() * own.itemsize))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(ends))), "none lies over another"
+    moved = packed.to("meta")
+    assert {name: value.shape for name, value in tensors(moved).items()} == {
+        name: value.shape for name, value in tensors(plain).items()
+    }
+    assert packed.to("cpu") is packed
+    # Rows with more chunks keep everything else where it is.
+    other = make_draft_batch(row, chunk=16, kinds=kinds, with_tiles=True, **setting).pack()
+    assert other.slots_MC.shape != packed.slots_MC.shape
+    for name in ("anchors_N", "block_positions_Q", f"tile {kinds[1]} 7"):
+        places = [tensors(each)[name].storage_offset() for each in (packed, other)]
+        assert places[0] == places[1], name

@@ -252,7 +252,7 @@ def test_control_warmed_otherwise_than_trained(gate, how):
 
 def test_warm_up_that_never_reaches_the_compiled_path_says_so(gate):
     """A warm-up that ran without errors and compiled nothing: not called, a stance, a variable."""
-    warm = WarmUp(gate, Ledger(gate), total=1)
+    warm = WarmUp(gate, Ledger(gate), ["cpu"])
     region = Region("drafter 0", wave, gate=gate, backend="aot_eager")
     with pytest.raises(NotCompiled, match=r"'drafter 0' was never called"):
         warm.turn("drafter 0", "cpu", [region], lambda: wave(leaf()).backward())
@@ -269,8 +269,8 @@ region, loose = (
     Region("drafter 0", lambda x: (x.sin() * x).sum(), gate=gate, fullgraph=full) for full in (True, False)
 )
 for attempt in (
-    lambda: WarmUp(gate, Ledger(gate), total=1).turn("drafter 0", "cpu", [loose], lambda: loose(x).backward()),
-    lambda: WarmUp(gate, Ledger(gate), total=1).turn("drafter 0", "cpu", [region], lambda: region(x).backward()),
+    lambda: WarmUp(gate, Ledger(gate), ["cpu"]).turn("drafter 0", "cpu", [loose], lambda: loose(x).backward()),
+    lambda: WarmUp(gate, Ledger(gate), ["cpu"]).turn("drafter 0", "cpu", [region], lambda: region(x).backward()),
     lambda: Evidence(gate, [Expected(loose, backward=True)]).check(lambda: loose(x).backward()),
 ):
     try:

@@ -75,6 +75,25 @@ def test_two_upgrades_at_once_do_not_wait_for_each_other(gate):
     assert [index for _, index in order] in ([0, 0, 1, 1], [1, 1, 0, 0])
 
 
+def test_a_first_use_inside_an_ordinary_call_is_alone_and_ends_with_it(gate):
+    """The region's own hold is that of all its calls, so the call that goes on alone must get another one."""
+    going = []
+
+    @torch._dynamo.disable
+    def between(x):
+        return inner(x) if going else x
+
+    inner = region("inner", gate)
+    outer = Region("outer", lambda x: between(x * 2) * 3, gate=gate, backend="eager", fullgraph=False)
+    x = torch.ones(3)
+    outer(x), outer(x)
+    going.append(True)
+    torch.testing.assert_close(outer(x), 3 * square(2 * x))
+    assert gate.compiles[-1].alone
+    assert not gate.held
+    in_threads(lambda: region("another", gate)(x))  # its first use waits for all calls that are still inside
+
+
 def test_a_failure_inside_leaves_the_gate_free(gate):
     with pytest.raises(KeyError), gate.step(), gate.exclusive():
         raise KeyError

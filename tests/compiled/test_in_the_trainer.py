@@ -90,23 +90,23 @@ def test_the_reference_agrees_with_the_drafter(tiny_run, drafter):
 def test_control_wrong_mask(tiny_run, wrong, monkeypatch):
     """The reference catches a drafter whose mask is wrong, though every kernel would be the right one."""
     plan, replica, sample = sample_of(tiny_run)
-    right = replica.forward.function
+    right = replica.fill_blocks.function
 
-    def forward(features, embeddings, context_positions, block_positions, masks):
+    def forward(features, embeddings, context, slots, masks):
         masks = dict(masks)
         for kind, mask in masks.items():
-            context, own = mask.context_QS.clone(), mask.own_NBB.clone()
+            seen, own = mask.context_QS.clone(), mask.own_NBB.clone()
             if wrong == "one token too many":
-                context |= torch.roll(context, 1, dims=1) & (sample.document_S > 0)[None]
+                seen |= torch.roll(seen, 1, dims=1) & (sample.document_S > 0)[None]
             elif wrong == "the next document":
-                context |= torch.roll(context, 16, dims=1)
+                seen |= torch.roll(seen, 16, dims=1)
             elif wrong == "causal":
                 own &= torch.ones_like(own).tril()
-            masks[kind] = type(mask)(context, own)
-        out = right(features, embeddings, context_positions, block_positions, masks)
+            masks[kind] = type(mask)(seen, own)
+        out = right(features, embeddings, context, slots, masks)
         return out + 0.02 * torch.randn_like(out) if wrong == "another dtype's noise" else out
 
-    replica.forward = forward
+    replica.fill_blocks = forward
     assert "differs from the dense reference" in differs_from_reference(plan, replica, sample)
 
 

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from draftsmith.compiled import Ledger, NotCompiled, Region, WarmUp
+from draftsmith.compiled import Entry, Ledger, NotCompiled, Region, WarmUp
+from draftsmith.compiled.warmup import Turn
 
 
 def wave(x):
@@ -21,7 +22,7 @@ def leaf(size=8):
 def test_equal_workers_load_what_the_first_compiled(gate, tmp_path):
     """Two turns of equal regions: graphs of the second all come from the cache; seconds add up to the compile's."""
     ledger, told = Ledger(gate, path=tmp_path / "ledger.json"), []
-    warm = WarmUp(gate, ledger, total=3, tell=lambda text, figures: told.append(text))
+    warm = WarmUp(gate, ledger, devices=["cpu"] * 3, tell=lambda text, figures: told.append(text))
     for index in range(3):
         region = Region(f"drafter {index}", wave, gate=gate, device="cpu")
         warm.turn(f"drafter {index}", "cpu", [region], lambda r=region: r(leaf()).backward(), lambda: "")
@@ -51,6 +52,20 @@ def test_equal_workers_load_what_the_first_compiled(gate, tmp_path):
     assert len(ledger.table()) == 7
 
 
+def test_prediction_knows_that_another_device_compiles_again(gate):
+    def turn(device: str, compiled: float) -> Turn:
+        return Turn("drafter", device, 4.0 + compiled, 2.0, compiled, 0.0, 3, 0, 1.0, True)
+
+    warm = WarmUp(gate, Ledger(gate), devices=["cuda:0", "cuda:1", "cuda:0", "cuda:2"])
+    warm.turns.append(turn("cuda:0", 20.0))
+    # 25 a new device, of which there are two more; the second worker on cuda:0 loads in a tenth of the compiling.
+    assert warm.predicted() == pytest.approx(25 + 25 + (4 + 2 + 1) + 25)
+    warm.turns.append(turn("cuda:1", 10.0))
+    assert warm.predicted() == pytest.approx(25 + 15 + 7 + 20)
+    warm.turns.append(turn("cuda:0", 0.0))
+    assert warm.predicted() == pytest.approx(25 + 15 + 5 + 20)
+
+
 def test_an_eager_region_is_in_the_ledger_by_name(gate):
     ledger = Ledger(gate)
     ledger.watch([Region("drafter 0", wave, gate=gate, device="cpu", enabled=False, why_eager="dense on cpu, by name")])
@@ -58,10 +73,17 @@ def test_an_eager_region_is_in_the_ledger_by_name(gate):
     assert "eager: dense on cpu, by name" in ledger.table()[1]
 
 
+def test_what_was_compiled_without_a_region_can_be_noted(gate):
+    ledger = Ledger(gate)
+    ledger.note(Entry("update 0", "cuda:0", "forward", "compiled", compiled=1.25, key="Triton"))
+    assert [entry["region"] for entry in ledger.to_json()["entries"]] == ["update 0"]
+    assert ledger.table()[1].split() == ["update", "0", "cuda:0", "forward", "-", "1.25", "-", "none", "?", "Triton"]
+
+
 def test_a_late_compile_under_warn_is_a_recompile_with_its_reason(gate):
     region = Region("drafter 0", wave, gate=gate, backend="aot_eager")
     ledger = Ledger(gate)
-    WarmUp(gate, ledger, total=1).turn("drafter 0", "", [region], lambda: region(leaf(4)).backward())
+    WarmUp(gate, ledger, devices=["cpu"]).turn("drafter 0", "", [region], lambda: region(leaf(4)).backward())
     gate.seal("warn")
     with pytest.warns(UserWarning, match="after the warm-up"):
         region(leaf(5))
@@ -73,12 +95,12 @@ def test_a_late_compile_under_warn_is_a_recompile_with_its_reason(gate):
 def test_a_step_that_compiles_every_time_is_no_warm_up(gate):
     region, sizes = Region("drafter 0", wave, gate=gate, backend="aot_eager"), iter(range(4, 99))
     with pytest.raises(NotCompiled, match=r"compiled again: drafter 0 \(forward\).*expected 4, actual 5"):
-        WarmUp(gate, Ledger(gate), total=1).turn("drafter 0", "cpu", [region], lambda: region(leaf(next(sizes))))
+        WarmUp(gate, Ledger(gate), ["cpu"]).turn("drafter 0", "cpu", [region], lambda: region(leaf(next(sizes))))
 
 
 def test_a_warm_up_whose_numbers_are_wrong_says_what_differs(gate):
     region = Region("drafter 0", wave, gate=gate, backend="aot_eager")
     with pytest.raises(NotCompiled, match=r"drafter 0 on cpu: differs by 0\.3"):
-        WarmUp(gate, Ledger(gate), total=1).turn(
+        WarmUp(gate, Ledger(gate), ["cpu"]).turn(
             "drafter 0", "cpu", [region], lambda: region(leaf()), lambda: "differs by 0.3"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data import formats
+from draftsmith.data import conversations, formats
 from draftsmith.data.conversations import Conversation, read_conversations, write_head
 from draftsmith.errors import UserError
 
@@ -52,7 +52,8 @@ def test_an_assistant_may_only_call_a_tool(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    ('{"messages": [', "not valid JSON"),
+    ('{"messages": [', "not valid JSON: Expecting value at column 15"),
+    ('{"text": "x', "not valid JSON: Unterminated string starting at column 10"),
     ("[" * 200_000, "not JSON that can be read"),
     ("17", "a int, not a conversation"),
     ({"id": 3, "title": "x"}, "no known layout (keys: 'id', 'title')"),
@@ -71,6 +72,8 @@ BROKEN = [
     ({"messages": CHAT, "tools": {"name": "forge"}}, "tools is not a list"),
     ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": "f()"}]}, "tool_calls of message 2"),
     ({"conversations": "x"}, "conversations is a str"),
+    ({"messages": "[1, "}, "messages is a str"),
+    ({"messages": "[1]"}, "message 1 is a int"),
     ({"conversations": [{"from": "human", "value": "x"}, "y"]}, "turn 2 is a str"),
     ({"conversations": [{"value": "x"}]}, "turn 1 has no 'from'"),
     ({"conversations": [{"from": "narrator", "value": "x"}]}, "turn 1 is from the unknown 'narrator'"),
@@ -81,20 +84,40 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("line", "says"), BROKEN)
-def test_a_broken_line_is_named(tmp_path: Path, line: object, says: str) -> None:
-    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, "", line)
+def test_a_malformed_line_is_a_refusal_and_a_file_of_nothing_else_an_error(
+    tmp_path: Path, line: object, says: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, "", line, {"messages": CHAT})
+    before, malformed, after = read_conversations([path])
+    assert (before.malformed, after.malformed) == (None, None)
+    assert malformed.source == f"{path}:3"
+    assert says in (malformed.malformed or "")
+    assert malformed.messages is malformed.text is None
+    path = write(tmp_path / "b.jsonl", "", line, line)
     with pytest.raises(UserError) as caught:
         list(read_conversations([path]))
-    assert caught.value.where == f"{path}:3"
+    assert caught.value.where == f"{path}:2"
     assert says in caught.value.what
+    assert "; all 2 records are malformed" in caught.value.what
     assert "\n" not in str(caught.value)
+
+
+def test_malformed_records_at_the_beginning_are_told_once_one_is_not(tmp_path: Path) -> None:
+    count = conversations.ALL_MALFORMED
+    path = write(tmp_path / "a.jsonl", *["{"] * (count - 1), {"messages": CHAT}, *["{"] * count)
+    found = list(read_conversations([path]))
+    assert [each.source for each in found] == [f"{path}:{number}" for number in range(1, 2 * count + 1)]
+    assert [each.malformed is None for each in found] == [number == count - 1 for number in range(2 * count)]
+    path = write(tmp_path / "b.jsonl", *["{"] * count, {"messages": CHAT})
+    with pytest.raises(UserError, match=rf"b\.jsonl:1: not valid JSON.*; the first {count} records are all malformed"):
+        list(read_conversations([path]))
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a.jsonl:2: not UTF-8 at byte 11"):
-        list(read_conversations([path]))
+    _, malformed = read_conversations([path])
+    assert malformed.malformed == "not UTF-8 at byte 11 of the line"
 
 
 def test_missing_and_empty(tmp_path: Path) -> None:

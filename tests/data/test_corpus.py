@@ -217,11 +217,24 @@ def test_every_unusable_conversation_is_counted_and_named(tokenizer: Any, tmp_pa
         "count": 5,
         "first": [f"{path}:1", f"{path}:2", f"{path}:3"],
     }
-    report.write_incidents(tmp_path / "refused.jsonl")
+    report.incidents.write(tmp_path / "refused.jsonl")
     written = [json.loads(line) for line in (tmp_path / "refused.jsonl").read_text().splitlines()]
     assert [entry["source"] for entry in written] == [f"{path}:{i}" for i in range(1, 7)]
     with pytest.raises(UserError, match="cannot be written"):
-        report.write_incidents(tmp_path)
+        report.incidents.write(tmp_path)
+
+
+def test_a_malformed_record_is_counted_like_any_other(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"content": "who?"}]}, *numbered(4)])
+    with open(path, "a") as file:
+        file.write('{"messages": [{"role": "us')
+    report = prepare(tokenizer, path).report
+    assert report.counts == {(REFUSED, reasons.MALFORMED): 2}
+    assert report.lines()[-1].startswith(
+        f"refused: 2 × malformed: {path}:1 (message 1 has no role), {path}:6 (not valid"
+    )
+    assert report.layouts == {"messages": 4}
+    assert (report.conversations, report.plain_text) == (6, 0)
 
 
 def test_nothing_usable_is_an_error_that_says_why(tokenizer: Any, tmp_path: Path) -> None:

@@ -39,6 +39,19 @@ def test_spans_are_exact(name: str) -> None:
         assert all(tokenizer.added_tokens_decoder[tokens[end]].special for end in ends)
 
 
+def test_an_end_that_only_the_next_turn_shows_is_taught_from_single_turns_alone() -> None:
+    """GLM writes nothing behind an answer; that generation stops at what would follow is known from its config."""
+    family = FAMILIES["GLM-4"]
+    tokenizer = family.tokenizer()
+    messages = family.messages()[1:3]
+    conversations = [Conversation("a:1", messages=messages), Conversation("a:2", messages=messages)]
+    for result in tokenise_all(family, tokenizer, conversations):
+        (document,) = result.documents
+        assert lists(document) == pieces(
+            tokenizer, ("[gMASK]<sop><|user|>\nOne?<|assistant|>", False), ("\nYes<|user|>", True)
+        )
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_stands_before_an_answer_is_what_a_server_would_feed(name: str) -> None:
     family = FAMILIES[name]

@@ -131,7 +131,93 @@ def test_a_pretty_object_is_one_record_or_holds_them(tmp_path: Path) -> None:
     assert [value for _, value in read_records(path, "a.json")] == [{"messages": CHAT, "tags": [{"x": 1}]}]
     path.write_text('{\n "messages": [\n')
     with pytest.raises(UserError, match=r"a\.json:1: not valid JSON"):
-        list(read_records(path, "a.json"))
+        list(read_conversations([path]))
+
+
+def test_the_cost_of_an_array_grows_with_its_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters moved and parses tried: for small elements, for large ones, and for one that is larger than all."""
+    monkeypatch.setattr(formats, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(formats, "_AHEAD", 1 << 8)
+    windows: list[formats._Window] = []
+    tries = [0]
+
+    class Window(formats._Window):
+        def __init__(self, file: Any) -> None:
+            super().__init__(file)
+            windows.append(self)
+
+    class Decoder(json.JSONDecoder):
+        def raw_decode(self, text: str, place: int = 0) -> Any:
+            tries[0] += 1
+            return super().raw_decode(text, place)
+
+    monkeypatch.setattr(formats, "_Window", Window)
+    monkeypatch.setattr(formats.json, "JSONDecoder", Decoder)
+    path = tmp_path / "a.json"
+    for element, counts in (("x" * 40, (2_000, 8_000)), ("x" * 9_000, (20, 80)), ("x" * 600_000, (1, 2))):
+        for count in counts:
+            path.write_text(json.dumps([{"text": element}] * count))
+            size = path.stat().st_size
+            windows.clear()
+            tries[0] = 0
+            assert sum(1 for _ in formats._elements(path, "a")) == count
+            (window,) = windows
+            assert window.moved < 6 * size, (len(element), count)
+            growing = max(1, (len(element) // (1 << 12)).bit_length() + 1)
+            assert tries[0] <= count * growing + size / (1 << 12) + 2
+
+
+def test_a_table_row_of_bytes_that_are_no_text_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = pa.array([b"one", b"\xff\xfe", b"three"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": text}), path)
+    found = list(read_conversations([path]))
+    assert [(each.text, each.malformed) for each in found] == [("one", None), (None, "not UTF-8"), ("three", None)]
+    assert found[1].source == f"{path}:2"
+
+
+def test_columns_of_images_are_not_decoded_and_what_has_one_is_refused(tmp_path: Path) -> None:
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    seen = [{"bytes": b"\x89PNG", "path": None}, None, None]
+    several = [[], [{"bytes": b"\x89PNG", "path": "a.png"}], []]
+    columns = {"text": pa.array(["a", "b", "c"]), "image": pa.array(seen, image)}
+    table = pa.table({**columns, "images": pa.array(several, pa.list_(image))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = list(read_conversations([tmp_path / "a.parquet"]))
+    assert [each.problem for each in found] == ["an image or sound in 'image'", "an image or sound in 'images'", None]
+    values = [value for _, value in read_records(tmp_path / "a.parquet", "a")]
+    assert values == [{"text": "a", "image": formats.Media()}, {"text": "b", "images": formats.Media()}, {"text": "c"}]
+
+
+def test_text_of_every_make_is_text(tmp_path: Path) -> None:
+    message = pa.struct([("role", pa.string()), ("content", pa.string_view())])
+    rows = [CHAT, [CHAT[0], {**CHAT[1], "content": "other"}]]
+    vectors = pa.array([[0.5], [1.5]], pa.list_(pa.float32(), 1))
+    makes = [pa.list_(message), pa.large_list(message), pa.list_(message, 2), pa.list_view(message)]
+    for number, make in enumerate(makes):
+        table = pa.table({"messages": pa.array(rows, make), "vector": vectors})
+        path = tmp_path / f"{number}.arrow"
+        with ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+        assert [value for _, value in read_records(path, "a")] == [{"messages": row} for row in rows]
+    for make in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
+        path = tmp_path / "text.parquet"
+        parquet.write_table(pa.table({"text": pa.array(["one", "two"], pa.string()).cast(make)}), path)
+        assert [each.text for each in read_conversations([path])] == ["one", "two"]
+
+
+def test_compressed_in_several_pieces(tmp_path: Path) -> None:
+    one, two = lines([{"text": "one"}]), lines([{"text": "two"}])
+    empty_frame = b"\x50\x2a\x4d\x18\x04\x00\x00\x00size"
+    pieces = {
+        "a.jsonl.gz": gzip.compress(one) + gzip.compress(two),
+        "a.jsonl.bz2": bz2.compress(one) + bz2.compress(two),
+        "a.jsonl.xz": lzma.compress(one) + lzma.compress(two),
+        "a.jsonl.zst": empty_frame + zstandard(one) + empty_frame + zstandard(two),
+    }
+    for name, data in pieces.items():
+        (tmp_path / name).write_bytes(data)
+        assert [each.text for each in read_conversations([tmp_path / name])] == ["one", "two"], name
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "file.arrow"])

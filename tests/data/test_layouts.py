@@ -19,6 +19,8 @@ CHATS: list[tuple[str, Any]] = [
     ("messages", {"conversations": [SYSTEM, ASK, SAY]}),
     ("messages", {"conversation": [SYSTEM, ASK, SAY], "text": "rendered"}),
     ("sharegpt", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}),
+    ("messages", {"messages": json.dumps([SYSTEM, ASK, SAY])}),
+    ("sharegpt", {"conversations": json.dumps([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}])}),
     ("sharegpt", {"messages": [{"from": "user", "value": "Hi"}, {"from": "model", "value": "Hello", "weight": None}]}),
     ("alpaca", {"instruction": "Hi", "input": "", "output": "Hello"}),
     ("alpaca", {"instruction": "Hi", "output": "Hello", "text": "### Instruction: Hi"}),

@@ -103,6 +103,7 @@ def test_a_row_without_anchors(tokenizer: Any) -> None:
     shown = picture_row(row, documents, batch, tokenizer)
     assert (shown.block, shown.anchor) == ((), -1)
     assert "block" not in to_plain(shown)
+    assert to_plain(shown).startswith(f"row 7: 1 document, {S - shown.padding} of {S} tokens, 0 of ")
     assert "<table" not in to_html([shown], "t")
 
 

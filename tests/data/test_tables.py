@@ -134,12 +134,60 @@ def test_a_damaged_table_is_made_again(tmp_path: Path, cache_folder: Path, count
 
 
 def test_a_broken_file_leaves_nothing_behind(tmp_path: Path, cache_folder: Path) -> None:
-    path = write(tmp_path / "a.jsonl")
-    with path.open("a") as file:
-        file.write("{\n")
-    with pytest.raises(UserError, match=r"a\.jsonl:7: not valid JSON"):
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "one"}, {"text": ')
+    with pytest.raises(UserError, match=r"a\.json:2: not valid JSON"):
         table_of(path, cache_folder)
     assert [entry.suffix for entry in cache_folder.iterdir()] == [".lock"]
+
+
+def test_every_module_that_makes_a_table_is_part_of_its_name() -> None:
+    """All that the writer of tables imports from this room, directly or through others, except what cuts rows."""
+    import ast
+
+    import draftsmith.data as room
+
+    folder = Path(room.__file__).parent
+    seen: set[str] = set()
+    waiting = ["conversations", "template"]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            found = node.module if isinstance(node, ast.ImportFrom) else None
+            if found and found.startswith("draftsmith.data."):
+                waiting += {found.rpartition(".")[2]} - seen - {"places"}  # which finds files, and reads none
+    hashed = {module.__name__.rpartition(".")[2] for module in tables._SOURCES}
+    assert hashed == seen
+
+
+def test_a_file_that_is_written_while_it_is_read_is_read_again(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its hash and its reading another content comes; what is found later must be of its own content."""
+    path = write(tmp_path / "a.jsonl", word="old")
+    read, writes = tables.read_file, [1]
+
+    def late(file: Any) -> Any:
+        if writes[0]:
+            writes[0] -= 1
+            write(path, word=f"new{writes[0]}")
+        return read(file)
+
+    monkeypatch.setattr(tables, "read_file", late)
+    table = table_of(path, cache_folder)
+    assert table.facts["key"] == table.folder.name
+    monkeypatch.setattr(tables, "read_file", read)
+    expected = table_of(path, tmp_path / "fresh")
+    assert (table.folder.name, table.digest) == (expected.folder.name, expected.digest)
+    write(path, word="old")
+    assert table_of(path, cache_folder).digest != table.digest
+    path.write_text(path.read_text() + path.read_text())
+    writes[0] = 10**6
+    monkeypatch.setattr(tables, "read_file", late)
+    with pytest.raises(UserError, match=r"a\.jsonl: changes while it is read"):
+        table_of(path, cache_folder)
+    assert not [entry for entry in cache_folder.iterdir() if ".new-" in entry.name]
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from tiny_decoding import random_prompts, tiny_drafter, tiny_target
 from torch import Tensor
 
-from draftsmith.decode import DrafterProposer, decode, sampling, speculative
+from draftsmith.decode import DrafterProposer, decode, rounds, sampling, speculative
 from draftsmith.decode.distribution import DistributionTest, check_distribution, uniform_p
 from draftsmith.decode.sampling import Sampling, draw
 
@@ -64,7 +64,7 @@ def accept_easily(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, gen
 
 @pytest.mark.parametrize("rule", [accept_all, reject_without_remainder, accept_easily])
 def test_wrong_rules_are_found(rule: Callable[..., tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "accept_drafts", rule)
+    monkeypatch.setattr(rounds, "accept_drafts", rule)
     result = outcome_of(Sampling(1.0), answers=40)
     assert result.p_value < 1e-4
     assert not result.passed

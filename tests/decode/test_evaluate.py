@@ -106,13 +106,13 @@ def test_a_lossy_loop_is_found_out(monkeypatch: Any) -> None:
     """A fault in the check (everything is accepted) must not pass as lossless, in float32 or as a bfloat16 tie."""
     from draftsmith.decode import speculative
 
-    right = speculative._check
+    right = speculative.check_block
 
     def careless(drafts: Any, draft_probs: Any, logits: Any, *others: Any) -> tuple[list[int], int]:
         emitted, _ = right(drafts, draft_probs, logits, *others)
         return ([*drafts.tolist(), int(logits[-1].argmax())], len(drafts)) if len(drafts) else (emitted, 0)
 
-    monkeypatch.setattr(speculative, "_check", careless)
+    monkeypatch.setattr(speculative, "check_block", careless)
     for dtype in (torch.float32, torch.bfloat16):
         target, drafter = tiny_target(), tiny_drafter().to(dtype)
         target.model.to(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from draftsmith.observe.bar import Bar
 from draftsmith.observe.live import LiveLine, notable_line, short_count, short_time, step_line
 
 
@@ -89,3 +90,22 @@ def test_kinds_without_a_line() -> None:
     assert notable_line({"kind": "checkpoint", "path": "runs/a/checkpoints/5", "step": 5}) == (
         "saved runs/a/checkpoints/5 (step 5)"
     )
+
+
+def test_a_bar_on_a_terminal_and_the_line_elsewhere() -> None:
+    event = step(40, unit="60 requests (2 again) · conversation", tokens_per_second=1200.0, eta_seconds=65.0)
+    line = "60 requests (2 again) · conversation 40/100 · 1.2k tok/s · ETA 1:05"
+    plain = io.StringIO()
+    with Bar(plain) as bar:
+        bar(event)
+    assert plain.getvalue() == line + "\n"
+    terminal = Terminal()
+    with Bar(terminal) as bar:
+        bar(event)
+        bar({"kind": "notice", "text": "the server is slow"})
+        bar({"kind": "step", "step": 7})  # without an end there is no bar
+    shown = terminal.getvalue()
+    assert "━" in shown
+    assert " 40% · 60 requests (2 again)" in shown
+    assert "note: the server is slow" in shown
+    assert "step 7" in shown

@@ -21,6 +21,7 @@ from draftsmith.observe.history import Curve, previous_run, read_history
 from draftsmith.observe.lock import take_lock
 from draftsmith.observe.page import escape, script_json
 from draftsmith.observe.report import write_report
+from draftsmith.observe.status import read_status
 
 EVIL = "<img src=x onerror=document.body.dataset.evil=1></script><b>&\"'"
 
@@ -290,6 +291,25 @@ def test_in_a_browser_light_dark_and_on_a_phone(tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_the_balance_of_a_run(tmp_path: Path) -> None:
+    """The sentence, each worker's time, and of each device the most volatile moment behind its first."""
+    run = make_run(tmp_path / "run")
+    with EventLog(run / "events.jsonl") as log:
+        for volatility, why in ((0.0, ""), (0.25, "somebody emptied the cache"), (0.02, "new sizes")):
+            device = {"device": "cuda:1", "use": 0.5, "reserved": 2**34, "volatility": volatility}
+            log.write("vitals", step=301, devices=[{**device, "volatile_because": why}], workers={})
+        shares = {"busy": 0.42, "input": 0.37, "output": 0.0, "others": 0.01, "compiling": 0.0, "interpreter": 0.05}
+        workers = {"drafter 0": {**shares, "rows": 77, "row_ms": 12.5}}
+        log.write("balance", text="targets are 1.6× too slow for 3 drafters", workers=workers, final=True)
+    state = read_status(run)
+    assert any(line.startswith("balance") and "1.6× too slow" in line for line in state.lines())
+    write_report([run], run / "report.html")
+    text = " ".join(Reader((run / "report.html").read_text(encoding="utf-8")).text.split())
+    assert "targets are 1.6× too slow for 3 drafters" in text
+    assert "drafter 0 42.0% 37.0% 0.0% 1.0% 0.0% 5.0% 77 12.5" in text
+    assert "16.00 25.0% somebody emptied the cache" in text
+
+
 def test_names_that_are_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     evil = tmp_path / "<img src=x onerror=document.body.dataset.evil=1><b>bold"
     view = shown(write_report([make_run(tmp_path / "a"), make_run(evil)], tmp_path / "r.html"), tmp_path / "profile")

@@ -206,10 +206,17 @@ def test_the_size_is_known_before(tiny_run: Any, tmp_path: Path) -> None:
         geometry = read_geometry(config.target)
         wanted = wanted_by(config, geometry, dtype)  # type: ignore[arg-type]
         corpus = corpus_of(config, load_tokenizer(config.target))
-        told = predict(corpus, wanted, geometry, folder)
+        told = predict(corpus, wanted, geometry, folder, torch.float32)
+        assert (told.there, told.missing) == (0, told.bytes)
         written(config, folder, dtype, shard_bytes=1 << 30)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        assert told.bytes == pytest.approx(size, rel=0.15)
+        assert told.bytes == pytest.approx(size, rel=0.05)  # headers of the files, and the manifest
+        head = (folder / "head.safetensors").stat().st_size
+        halved = predict(corpus, wanted, geometry, tmp_path, torch.bfloat16)
+        assert told.bytes - halved.bytes == pytest.approx(head / 2, rel=0.05)
+        again = predict(corpus, wanted, geometry, folder, torch.float32)
+        assert again.missing < 0.05 * told.bytes
+        assert " are there, " in again.line()
         assert told.tokens == sum(
             {document_key(d.tokens): len(d) for part in (corpus.train, corpus.held_out) if part is not None
              for row in range(part.rows_per_epoch) for d in part.row_documents(row)}.values()

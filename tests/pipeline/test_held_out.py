@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +35,8 @@ from draftsmith.pipeline.run import train
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -316,3 +312,41 @@ def test_the_process_answers_a_bad_checkpoint_by_its_error(target, drafter, tiny
     assert (bad["step"], good["step"]) == (1, 2)
     assert "no drafter here" in bad["error"]
     assert good["agree"] == 1.0
+
+
+def test_a_decoder_that_hangs_holds_no_run_up_for_ever(tiny_run, run_folder: Path, monkeypatch) -> None:
+    """Its process says nothing: given up after the run's limit, and ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*_: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import time; time.sleep(100)"]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    monkeypatch.setattr(held_out, "_start", start)
+    config = decoding_run(tiny_run, "hangs", every=1)
+    config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"hang_seconds": 1.0})})
+    began = time.monotonic()
+    with EventLog(run_folder / "events.jsonl") as log:
+        watcher = HeldOut(make_plan(config), run_folder, log, lambda: None)
+        watcher.offer(1, run_folder / "checkpoints" / "step-0000001")
+        watcher.finish(lambda: False)
+        watcher.close()
+    assert time.monotonic() - began < 10
+    assert started[0].returncode is not None
+    (text,) = [event["text"] for event in of_kind(run_folder, "error")]
+    assert text == "held-out prompts are not decoded any more: nothing came for 1 s (pipeline.hang_seconds)"
+
+
+def test_a_decoder_in_the_middle_of_an_answer_ends_with_a_run_that_is_killed() -> None:
+    """The child never looks at its input. Its parent's end is told by the pipe that both write to."""
+    child = (
+        "import os, time; from draftsmith.pipeline.decoder_process import end_with; "
+        "end_with(os.getppid(), every=0.05); print('watches', flush=True); time.sleep(100)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    run = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "watches\n"
+    run.kill()
+    assert run.communicate(timeout=20)[0] == ""

@@ -26,13 +26,7 @@ from draftsmith.training.checkpoint import load_checkpoint
 from draftsmith.training.step import Replica
 from failing_disk import FailingDisk
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def of_kind(folder: Path, kind: str) -> list[Event]:

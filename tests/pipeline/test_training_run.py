@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import json
 import shutil
 import threading
 import time
@@ -21,15 +22,8 @@ from draftsmith.pipeline.run import train
 from draftsmith.target.forward import Target
 from draftsmith.training.step import Replica
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = {"targets": ["cpu"] * 5, "drafters": ["cpu"] * 3, "prefetch": 4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trainer_bytes(folder: Path, step: int) -> bytes:
@@ -107,6 +101,9 @@ def test_a_time_limit_saves_and_the_rest_can_follow(tiny_run) -> None:
     assert (second.reason, second.step) == ("all steps done", 3)
     whole = train(tiny_run("limit-whole", training={"steps": 3, "save_every": 0}))
     assert first.losses + second.losses == whole.losses
+    nothing_left = train(config, resume=True).to_json()
+    assert (nothing_left["step"], nothing_left["loss"], nothing_left["tau_proxy"]) == (3, None, None)
+    assert "NaN" not in json.dumps(nothing_left)
 
 
 @pytest.mark.parametrize("where", ["prefetch", "target", "drafter"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import CONFIGS, packed_row, save_tiny, slow_features
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.bench.row import host_waits
 from draftsmith.config import TargetConfig
 from draftsmith.errors import UserError
-from draftsmith.target.forward import Target, document_mask, document_spans
+from draftsmith.target.forward import Target, alike, document_mask, document_spans
 from draftsmith.target.load import load_target
 
 # float32: the packed and the plain forward use different attention kernels, hence other orders of summation.
@@ -147,26 +147,13 @@ def test_features_can_be_saved_for_backward(targets) -> None:
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.model.parameters())
 
 
-class _HostReads(TorchDispatchMode):
-    """Counts reads of single values to the host: on a GPU each would stop the row until the device is done."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral sliding", "gemma3"])
 def test_no_host_sync(targets, name: str) -> None:
     target, row = targets(name), packed_row(LENGTHS, SIZE)
-    with _HostReads() as reads:
-        features(target, row, (1, 3), last_hidden=True)
-    assert reads.count == 0
-    with _HostReads() as reads:  # what restarting positions alone would cost: transformers asks for the documents
-        target.decoder(input_ids=row.tokens_S[None], position_ids=row.positions_S[None], use_cache=False)
-    assert reads.count > 0
+    cpu, inputs = torch.device("cpu"), {"input_ids": row.tokens_S[None], "position_ids": row.positions_S[None]}
+    assert host_waits(lambda: features(target, row, (1, 3), last_hidden=True), cpu) == []
+    # What restarting positions alone would cost: transformers asks for the documents.
+    assert host_waits(lambda: target.decoder(**inputs, use_cache=False), cpu)
 
 
 def test_threads_share_a_target(targets) -> None:
@@ -230,3 +217,37 @@ def test_spans_and_mask_by_hand() -> None:
             for j in range(8):
                 near = window is None or i - j < window
                 assert bool(mask[i, j]) == (j <= i and document[i] == document[j] and near)
+
+
+def test_documents_of_like_length_share_a_forward(targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filled up behind their end, at most by a quarter; every token keeps the features of its document alone."""
+    target, shapes = targets("qwen3.5"), []
+    row = packed_row((20, 7, 18, 7, 1), 60)
+    run = target._run
+
+    def noted(tokens, *more):
+        shapes.append(tuple(tokens.shape))
+        return run(tokens, *more)
+
+    monkeypatch.setattr(target, "_run", noted)
+    ours = features(target, row, (0, 3), last_hidden=True)
+    assert shapes == [(2, 20), (2, 7), (1, 1)]
+    slow_taps, slow_last = slow_features(target.model, row, (0, 3))
+    real = row.document_S >= 0
+    torch.testing.assert_close(ours.taps_SF[real], slow_taps, **TOLERANCE)
+    torch.testing.assert_close(ours.last_SH[real], slow_last, **TOLERANCE)
+    assert not ours.taps_SF[~real].any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_hold_every_document_once(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 60, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
+    ends = lengths.cumsum(0).tolist()
+    spans = [(end - length, end) for end, length in zip(ends, lengths.tolist(), strict=True)]
+    groups = alike(spans)
+    assert sorted(span for group in groups for span in group) == spans
+    for group in groups:
+        sizes = [end - start for start, end in group]
+        assert sizes[0] == max(sizes)
+        assert max(sizes) * len(sizes) <= 1.25 * sum(sizes)

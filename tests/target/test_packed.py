@@ -169,3 +169,48 @@ def test_a_shallow_target_has_every_kind_of_layer(tmp_path: Path, name: str) -> 
     taps = (len(shallow.layers) - 1,)
     assert shallow.features(row.tokens_S, row.document_S, row.positions_S, taps).taps_SF.shape == (12, 32)
     choose_packing(shallow)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_layers_with_state_are_told_where_documents_begin(
+    with_twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeds: bool
+) -> None:
+    """With kernels that read the library's index (here slow twins: piece by piece), a hybrid runs packed; else not."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as library
+
+    conv, rule = library.causal_conv1d_fn, library.torch_chunk_gated_delta_rule
+
+    def rule_by_piece(query, key, value, *, g, beta, cu_seqlens=None, **_):
+        if cu_seqlens is None:
+            return rule(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        parts = [
+            rule(
+                *(x[:, a:b] for x in (query, key, value)), g=g[:, a:b], beta=beta[:, a:b], use_qk_l2norm_in_kernel=True
+            )
+            for a, b in itertools.pairwise(cu_seqlens.tolist())
+        ]
+        return torch.cat([part[0] for part in parts], 1), None
+
+    def conv_by_piece(x, weight, bias, activation, seq_idx=None, **_):
+        cuts = [0, x.shape[-1]] if seq_idx is None else packed.pieces(seq_idx[0]).tolist()
+        return torch.cat(
+            [conv(x[..., a:b], weight, bias, activation=activation) for a, b in itertools.pairwise(cuts)], -1
+        )
+
+    if heeds:
+        monkeypatch.setattr(library, "torch_chunk_gated_delta_rule", rule_by_piece)
+        monkeypatch.setattr(library, "causal_conv1d_fn", conv_by_piece)
+    target = load_target(TargetConfig(path=str(save_tiny(tmp_path, "qwen3.5"))), "cpu", torch.float32)
+    assert target.packing == ("pieces" if heeds else "separate"), target.packing_reason
+    assert ("separates them to" if heeds else "the library's index leaves") in target.packing_reason
+    row = packed_row(LENGTHS, SIZE)
+    ours = features(target, row)
+    slow_taps, slow_last = slow_features(target.model, row, (0, 2, 3))
+    real = row.document_S >= 0
+    torch.testing.assert_close(ours.taps_SF[real], slow_taps, **TOLERANCE)
+    torch.testing.assert_close(ours.last_SH[real], slow_last, **TOLERANCE)
+
+
+def test_numbers_are_those_of_the_pieces() -> None:
+    document = torch.tensor([0, 0, 1, 2, 2, -1, -1], dtype=torch.int32)
+    assert packed.numbers(document).tolist() == [0, 0, 1, 2, 2, 3, 3]

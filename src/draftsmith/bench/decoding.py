@@ -20,10 +20,11 @@ import torch
 from draftsmith.decode.evaluate import Evaluation, evaluate, stop_ids_of, take_turns
 from draftsmith.decode.prompts import Prompt, encode_prompts
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
-from draftsmith.decode.speculative import Decoded, decode
+from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 
 SAMPLE = 8  # prompts at each block size and context
+CONTEXT_ANSWER = 64  # tokens decoded behind each context
 _WARM_UP = 8
 
 
@@ -38,6 +39,7 @@ def bench_decode(
     trained_length: int | None = None,
     template_options: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda _what, _done, _all: None,
+    rounds: StaticRounds | None = None,
 ) -> dict[str, Any]:
     """Measures a drafter; returns one dictionary for people, programs and the picture.
 
@@ -48,23 +50,28 @@ def bench_decode(
         contexts: tokens of context at which τ is measured.
         trained_length: S, the context of a training row, if known.
         progress: called with what is being done, and how far it is.
+        rounds: how rounds are run, at every block size alike; none: as captured graphs where that is possible.
 
     Raises:
         UserError: no prompts, a context beyond the target's positions, or see `decode`.
     """
     if not tasks or not all(prompts for _, prompts in tasks):
         raise UserError("there are no prompts to decode", where="bench decode", fix="give --prompts TASK=FILE")
+    _check_contexts(contexts, target.geometry.max_position_embeddings)
     sampling = sampling or {}
+    rounds = StaticRounds(target) if rounds is None else rounds
     results, sample = [], []
     for name, prompts in tasks:
-        asked = take_turns(target, prompts, max_new_tokens, template_options)
+        asked = take_turns(target, prompts, max_new_tokens, template_options, rounds)
         encoded = encode_prompts(asked, target.tokenizer, template_options)
         sample += encoded[: max(1, SAMPLE // len(tasks))]
 
         def told(done: int, total: int, task: str = name) -> None:
             progress(task, done, total)
 
-        evaluation = evaluate(drafter, target, encoded, max_new_tokens=max_new_tokens, progress=told, **sampling)
+        evaluation = evaluate(
+            drafter, target, encoded, max_new_tokens=max_new_tokens, progress=told, rounds=rounds, **sampling
+        )
         results.append({"task": name, **_task(evaluation)})
     trained = drafter.spec.block_size
     sizes = sorted({2, 3, 4, 6, 8, 12, 16, 24, 32, trained} & set(range(2, trained + 1)))
@@ -72,21 +79,24 @@ def bench_decode(
     for done, size in enumerate((1, *sizes)):
         progress("block size", done, len(sizes) + 1)
         proposer = GreedyProposer() if size == 1 else DrafterProposer(drafter, target.head(), size)
-        by_size.append(
-            {"block_size": size, **_figures(_decode_all(target, proposer, sample, max_new_tokens, sampling))}
-        )
+        runs = _decode_all(target, proposer, sample, max_new_tokens, sampling, rounds)
+        by_size.append({"block_size": size, **_figures(runs)})
     best = min(by_size, key=lambda entry: entry["seconds_per_token"])
-    result = {
+    lengths = _by_context(
+        drafter, target, tasks, contexts, sampling, trained_length, template_options, progress, rounds
+    )
+    return {
         "bench": "decode",
         "tasks": results,
         "block_sizes": by_size,
         "best_block_size": best["block_size"],
         "trained_block_size": trained,
-        "contexts": _by_context(drafter, target, tasks, contexts, sampling, trained_length, template_options, progress),
+        "contexts": lengths,
         "trained_length": trained_length,
         "machine": _machine(target),
+        **rounds.facts(),
+        "way": rounds.line(),
     }
-    return result
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
@@ -122,7 +132,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
                 f"{entry['context']:<16}{entry['tau']:>7.2f}{1 / entry['seconds_per_token']:>8.0f}"
                 f"{1e3 * entry['seconds_per_round']:>9.2f}{beyond}"
             )
-    return lines
+    return [*lines, result["way"]]
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:
@@ -171,6 +181,16 @@ def _task(evaluation: Evaluation) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in ("ties", "distinct_4grams_per_prompt")}
 
 
+def _check_contexts(contexts: Sequence[int], limit: int) -> None:
+    """Raises UserError for one that leaves no room in the target's positions, before anything is decoded."""
+    for context in contexts:
+        if not 1 <= context <= limit - CONTEXT_ANSWER:
+            raise UserError(
+                f"a context of {context} leaves no room for an answer: the target has {limit} positions",
+                where="--contexts",
+            )
+
+
 def _by_context(
     drafter: Any,
     target: Any,
@@ -180,15 +200,9 @@ def _by_context(
     trained_length: int | None,
     template_options: dict[str, Any] | None,
     progress: Callable[[str, int, int], None],
+    rounds: StaticRounds,
 ) -> list[dict[str, Any]]:
-    limit = target.geometry.max_position_embeddings
-    tokens = 64
-    for context in contexts:
-        if not 1 <= context <= limit - tokens:
-            raise UserError(
-                f"a context of {context} leaves no room for an answer: the target has {limit} positions",
-                where="--contexts",
-            )
+    tokens = CONTEXT_ANSWER
     texts = [prompt for _, prompts in tasks for prompt in prompts]
     proposer = DrafterProposer(drafter, target.head())
     result = []
@@ -198,7 +212,7 @@ def _by_context(
             lengthened(texts, place, context, target.tokenizer, template_options)
             for place in range(min(SAMPLE // 2, len(texts)))
         ]
-        runs = _decode_all(target, proposer, prompts, tokens, sampling)
+        runs = _decode_all(target, proposer, prompts, tokens, sampling, rounds)
         beyond = trained_length is not None and context > trained_length
         result.append({"context": context, "beyond_trained": beyond, "prompts": len(prompts), **_figures(runs)})
     return result
@@ -225,13 +239,19 @@ def lengthened(
 
 
 def _decode_all(
-    target: Any, proposer: Proposer, prompts: Sequence[Sequence[int]], tokens: int, sampling: dict[str, Any]
+    target: Any,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: dict[str, Any],
+    rounds: StaticRounds,
 ) -> list[Decoded]:
-    stops, seed = stop_ids_of(target), sampling.get("seed", 0)
-    shaping = {key: value for key, value in sampling.items() if key != "seed"}
-    decode(target, prompts[0], proposer, max_new_tokens=min(tokens, _WARM_UP), stop_ids=stops, **shaping)
+    seed = sampling.get("seed", 0)
+    options = {key: value for key, value in sampling.items() if key != "seed"}
+    options |= {"stop_ids": stop_ids_of(target), "rounds": rounds}
+    decode(target, prompts[0], proposer, max_new_tokens=min(tokens, _WARM_UP), **options)
     return [
-        decode(target, prompt, proposer, max_new_tokens=tokens, stop_ids=stops, seed=seed + number, **shaping)
+        decode(target, prompt, proposer, max_new_tokens=tokens, seed=seed + number, **options)
         for number, prompt in enumerate(prompts)
     ]
 

@@ -1,4 +1,4 @@
-"""The parts that can be timed: draft step, loss, mask, update, target forward.
+"""The parts that can be timed: draft step, loss, mask, update (here), and the target's forward (`target`).
 
 All on random weights at a named geometry and one synthetic row without padding. Each returns one flat dictionary, the
 same for people, `--json` and `--against`. FLOP counts are those of the arithmetic that has to be done (matmuls and the
@@ -7,97 +7,32 @@ visible part of attention; taught slots only in the head), so a rate is comparab
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draftsmith.bench.timing import Timing, matmul_ceiling, measure
-from draftsmith.blocks import Document, DraftBatch, Row, make_draft_batch, pack_row
+from draftsmith.bench.geometry import twin
+from draftsmith.bench.setting import GIB, Setting, result_of, start
+from draftsmith.bench.target import bench_target
+from draftsmith.bench.timing import copy_ceiling, host_milliseconds, measure
+from draftsmith.blocks import DraftBatch
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
-from draftsmith.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
-from draftsmith.drafter import DrafterSpec, build_masks, resolve_spec
-from draftsmith.drafter.model import DraftModel, initialise
-from draftsmith.objective import HeadTerms, Objective, Sums, decay_weights
+from draftsmith.config import ObjectiveConfig, OptimizerConfig
+from draftsmith.drafter import build_masks
+from draftsmith.drafter.model import DraftModel, empty_model
+from draftsmith.objective import HeadTerms, Objective, Sums
 from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.pipeline.link import Stop
+from draftsmith.pipeline.measure import rough_weights
 from draftsmith.pipeline.sync import Exchange
-from draftsmith.target.forward import Features, Target, run_layer
-from draftsmith.target.geometry import FULL, TargetGeometry
+from draftsmith.target.forward import Features
+from draftsmith.target.geometry import TargetGeometry
 from draftsmith.target.head import TargetHead
-from draftsmith.target.proof import choose_packing
+from draftsmith.training.muon import step_flops
 from draftsmith.training.step import Replica
 from draftsmith.training.update import make_updates
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is benchmarked.
-
-    Attributes:
-        geometry: of the target.
-        device: where.
-        length, anchors, block_size, layers: S, N, B and the drafter's depth.
-        chunk: taught slots per head chunk.
-        documents: documents packed into the row.
-    """
-
-    geometry: TargetGeometry
-    device: torch.device
-    length: int
-    anchors: int
-    block_size: int
-    layers: int
-    chunk: int
-    documents: int
-    runs: int = 10
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
-    @property
-    def attention(self) -> str:
-        return "flex" if self.device.type == "cuda" else "dense"
-
-    def spec(self) -> DrafterSpec:
-        """Of the drafter, MASK being the last embedding row."""
-        config = DrafterConfig(layers=self.layers, block_size=self.block_size)
-        return resolve_spec(config, self.geometry, self.geometry.vocab_rows - 1)
-
-    def row(self) -> Row:
-        """A row of equal documents, all tokens the assistant's."""
-        generator = torch.Generator().manual_seed(0)
-        size = self.length // self.documents
-        sizes = [size] * (self.documents - 1) + [self.length - size * (self.documents - 1)]
-        documents = [
-            Document(
-                torch.randint(self.geometry.vocab_rows - 1, (n,), generator=generator), torch.ones(n, dtype=torch.bool)
-            )
-            for n in sizes
-        ]
-        return pack_row(0, documents, self.length)
-
-    def batch(self) -> DraftBatch:
-        """The row's draft work, on the CPU."""
-        spec = self.spec()
-        return make_draft_batch(
-            self.row(),
-            anchors=self.anchors,
-            block_size=self.block_size,
-            mask_token_id=spec.mask_token_id,
-            slot_weights_B=decay_weights(self.block_size),
-            chunk=self.chunk,
-            kinds=spec.kinds,
-            seed=(0,),
-            with_tiles=self.attention == "flex",
-        )
 
 
 def draft_flops(setting: Setting, batch: DraftBatch) -> dict[str, float]:
@@ -107,6 +42,7 @@ def draft_flops(setting: Setting, batch: DraftBatch) -> dict[str, float]:
     query_width, key_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     per_slot = 2 * hidden * query_width + 2 * hidden * key_width + 3 * hidden * spec.intermediate_size
     per_context = 2 * hidden * key_width
+    # Anchors count behind the last attention too, where the drafter leaves them out: 0.7 % of a step.
     body = 2 * spec.layers * (queries * per_slot + length * per_context) * 3
     # The features need no gradient, so fc costs two products instead of three.
     body += 2 * length * len(spec.taps) * hidden * hidden * 2
@@ -118,57 +54,43 @@ def draft_flops(setting: Setting, batch: DraftBatch) -> dict[str, float]:
     return {"body": float(body), "attention": attention, "head": 2.0 * batch.taught * g.vocab_rows * hidden * 2}
 
 
-def _result(name: str, setting: Setting, timing: Timing, flops: float, **more: Any) -> dict[str, Any]:
-    ceiling = matmul_ceiling(setting.device, setting.dtype)
-    rate = flops / (timing.median * 1e-3) / 1e12
-    result: dict[str, Any] = {
-        "bench": name,
-        "device": torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        **timing.to_json(),
-        "tflop": flops / 1e12,
-        "tflop_per_second": rate,
-        "ceiling_tflop_per_second": ceiling,
-        "share_of_ceiling": rate / ceiling,
-        "floor_ms": flops / ceiling / 1e9,
-        "shape": {
-            "S": setting.length, "N": setting.anchors, "B": setting.block_size, "layers": setting.layers,
-            "H": setting.geometry.hidden_size, "V": setting.geometry.vocab_rows, "chunk": setting.chunk,
-        },
-        **more,
-    }  # fmt: skip
-    if setting.device.type == "cuda":
-        result["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
-    return result
+def make_replica(
+    setting: Setting, gate: Gate, head: TargetHead | None = None, *, checkpointing: bool = False
+) -> Replica:
+    """A drafter with random weights as the trainer would have it.
 
-
-def _replica(setting: Setting) -> tuple[Replica, Gate]:
+    Args:
+        setting: sizes and device.
+        gate: of its regions.
+        head: a target's; None: random embedding and head.
+        checkpointing: layers are computed again in the backward.
+    """
     spec, device, dtype = setting.spec(), setting.device, setting.dtype
-    gate = Gate()
     compiled = setting.attention == "flex"
-    model = DraftModel(spec)
-    initialise(model, 0)
-    model = model.to(device, dtype)
-    vocabulary = (setting.geometry.vocab_rows, setting.geometry.hidden_size)
-    embedding = torch.randn(vocabulary, device=device, dtype=dtype) * 0.02
-    head = embedding if setting.geometry.tie_word_embeddings else torch.randn_like(embedding) * 0.02
+    model = _random_drafter(setting, checkpointing)
+    if head is None:
+        vocabulary = (setting.geometry.vocab_rows, setting.geometry.hidden_size)
+        embedding = torch.randn(vocabulary, device=device, dtype=dtype) * 0.02
+        tied = setting.geometry.tie_word_embeddings
+        head = TargetHead(embedding, embedding if tied else torch.randn_like(embedding) * 0.02)
     terms = Region("bench objective", chunk_terms, gate=gate, enabled=compiled)
-    objective = Objective(ObjectiveConfig(chunk=setting.chunk), spec.block_size, HeadTerms(head), terms)
-    forward = Region("bench drafter", model.forward, gate=gate, enabled=compiled)
-    return Replica(model, TargetHead(embedding, head), objective, setting.attention, forward), gate
+    objective = Objective(ObjectiveConfig(chunk=setting.chunk), spec.block_size, HeadTerms(head.head_VH), terms)
+    fill_blocks = Region("bench drafter", model.fill_blocks, gate=gate, enabled=compiled, **setting.compile_options)
+    return Replica(model, head, objective, setting.attention, fill_blocks)
 
 
-def _start(setting: Setting) -> None:
-    torch.manual_seed(0)
-    if setting.device.type == "cuda":
-        torch.cuda.init()  # without it the next line knows no device
-        torch.cuda.reset_peak_memory_stats(setting.device)
+def _random_drafter(setting: Setting, checkpointing: bool = False) -> DraftModel:
+    """With weights of the usual size."""
+    model = empty_model(setting.spec(), checkpointing, device=setting.device, dtype=setting.dtype)
+    rough_weights(model)
+    return model
 
 
 def bench_step(setting: Setting) -> dict[str, Any]:
     """Forward, loss and backward of one row, as the trainer runs them; the optimizer is not part of it."""
-    _start(setting)
-    replica, gate = _replica(setting)
+    start(setting)
+    gate = Gate()
+    replica = make_replica(setting, gate)
     cpu_batch = setting.batch()
     batch = cpu_batch.to(setting.device)
     width = len(replica.model.spec.taps) * setting.geometry.hidden_size
@@ -191,11 +113,13 @@ def bench_step(setting: Setting) -> dict[str, Any]:
     peak = {}
     if setting.device.type == "cuda":
         forget()
+        peak["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
         torch.cuda.reset_peak_memory_stats(setting.device)
         step()
         torch.cuda.synchronize(setting.device)
         peak["step_peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
-    return _result(
+        peak["host_ms"] = host_milliseconds(work, setting.device)
+    return result_of(
         "step",
         setting,
         timing,
@@ -209,15 +133,23 @@ def bench_step(setting: Setting) -> dict[str, Any]:
 
 def bench_loss(setting: Setting) -> dict[str, Any]:
     """The head alone: loss and hidden-state gradient of all taught slots."""
-    _start(setting)
-    replica, gate = _replica(setting)
+    start(setting)
+    gate = Gate()
+    replica = make_replica(setting, gate)
     cpu_batch = setting.batch()
     batch = cpu_batch.to(setting.device)
     queries = setting.anchors * setting.block_size
     hidden = torch.randn(queries, setting.geometry.hidden_size, device=setting.device, dtype=setting.dtype)
     timing = measure(lambda: replica.objective(hidden, batch), setting.device, runs=setting.runs)
     gate.close()
-    return _result("loss", setting, timing, draft_flops(setting, cpu_batch)["head"], taught=cpu_batch.taught)
+    return result_of(
+        "loss",
+        setting,
+        timing,
+        draft_flops(setting, cpu_batch)["head"],
+        taught=cpu_batch.taught,
+        real_tokens_per_second=cpu_batch.real_tokens / (timing.median * 1e-3),
+    )
 
 
 def bench_mask(setting: Setting) -> dict[str, Any]:
@@ -228,117 +160,65 @@ def bench_mask(setting: Setting) -> dict[str, Any]:
         making = measure(setting.batch, torch.device("cpu"), runs=setting.runs)
     finally:
         torch.set_num_threads(threads)
-    batch = setting.batch().to(setting.device)
+    cpu_batch = setting.batch()
+    batch = cpu_batch.to(setting.device)
     building = measure(lambda: build_masks(batch, setting.attention), setting.device, runs=setting.runs)
-    return {
-        "bench": "mask",
-        **making.to_json(),
-        "on_device_ms": building.median,
-        "shape": {"S": setting.length, "N": setting.anchors, "B": setting.block_size},
-    }
+    return result_of(
+        "mask",
+        setting,
+        making,
+        None,
+        on_device_ms=building.median,
+        real_tokens_per_second=cpu_batch.real_tokens / (making.median * 1e-3),
+    )
 
 
 def bench_update(setting: Setting) -> dict[str, Any]:
-    """One optimizer update with float32 sums and masters: reduce, clip, step, copy back."""
-    _start(setting)
-    model = DraftModel(setting.spec())
-    initialise(model, 0)
-    model = model.to(setting.device, setting.dtype)
-    exchange = Exchange(make_updates([model], OptimizerConfig()), Stop())
+    """One optimizer update with float32 sums and masters: sum the rows, reduce, clip, step, write the weights."""
+    start(setting)
+    model = _random_drafter(setting)
+    config = OptimizerConfig.model_validate({"name": setting.optimizer})
+    (update,) = updates = make_updates([model], config)
+    exchange = Exchange(updates, Stop())
     parameters = sum(parameter.numel() for parameter in model.parameters())
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model.parameters()]
     total = torch.zeros(Sums.size(setting.block_size), device=setting.device)
     total[1] = 1.0
 
     def work() -> None:
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        exchange.updates[0].accumulate()
+        for row in range(setting.rows):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            update.accumulate(last=row + 1 == setting.rows)
         exchange.update(0, Sums(total), 1.0)
 
     timing = measure(work, setting.device, runs=setting.runs)
-    # Per parameter: gradient read; master, two moments read and written; weight written.
-    size = setting.dtype.itemsize
-    traffic = parameters * (size + 6 * 4 + size)
-    return {
-        "bench": "update",
-        **timing.to_json(),
+    figures = {
         "parameters": parameters,
-        "least_traffic_gb": traffic / 1e9,
-        "gb_per_second": traffic / (timing.median * 1e-3) / 1e9,
-        "shape": {"H": setting.geometry.hidden_size, "layers": setting.layers},
+        "kernels": update.describe(),
+        "real_tokens_per_second": setting.rows * setting.length / (timing.median * 1e-3),
+        "shape": {"optimizer": setting.optimizer, "rows": setting.rows},
     }
-
-
-def bench_target(setting: Setting) -> dict[str, Any]:
-    """The frozen target over one packed row, stopped after the last tap: its layers compiled, and as they are."""
-    _start(setting)
-    g, target = setting.geometry, _random_target(setting)
-    taps, row = setting.spec().taps, setting.row()
-
-    def work() -> None:
-        target.features(row.tokens_S, row.document_S, row.positions_S, taps)
-
-    eager = measure(work, setting.device, runs=setting.runs)
-    gate, cold = Gate(), None
-    if setting.device.type == "cuda":
-        region = Region("bench target", run_layer, gate=gate, device=setting.device)
-        target.compile_layers(region)
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize(setting.device)
-        cold = time.perf_counter() - began
-        timing = measure(work, setting.device, runs=setting.runs)
-    else:
-        timing = eager
-    graphs = len(gate.compiles)
-    gate.close()
-    layers = max(taps) + 1
-    per_token = 2 * g.hidden_size * g.head_dim * (g.heads + g.kv_heads) + 3 * g.hidden_size * g.intermediate_size
-    size = setting.length / setting.documents
-    attention = 4 * g.heads * g.head_dim * setting.length * size / 2
-    flops = layers * (2 * setting.length * per_token + attention)
-    return _result(
-        "target",
+    if setting.optimizer == "muon":
+        flops = sum(step_flops(parameter.shape) for parameter in model.parameters() if parameter.dim() == 2)
+        return result_of("update", setting, timing, flops, **figures)
+    # Per parameter: gradients read; master, two moments read and written; weight written; with several rows, their sum
+    # written by the first, read and written by each further one, and read by the step instead of the last one's.
+    size = setting.dtype.itemsize
+    traffic = parameters * (setting.rows * size + 6 * 4 + size + (8 * (setting.rows - 1)))
+    rate, ceiling = traffic / (timing.median * 1e-3) / 1e9, copy_ceiling(setting.device)
+    return result_of(
+        "update",
         setting,
         timing,
-        flops,
-        layers_run=layers,
-        packing=target.packing,
-        eager_ms=eager.median,
-        graphs=graphs,
-        cold_seconds=cold,
-        real_tokens_per_second=setting.length / (timing.median * 1e-3),
+        None,
+        least_traffic_gb=traffic / 1e9,
+        gb_per_second=rate,
+        ceiling_gb_per_second=ceiling,
+        share_of_bandwidth=rate / ceiling,
+        floor_ms=traffic / ceiling / 1e6,
+        **figures,
     )
-
-
-def _random_target(setting: Setting) -> Target:
-    """A model of the geometry's kind with random weights."""
-    g = setting.geometry
-    fields: dict[str, Any] = {
-        "vocab_size": g.vocab_rows,
-        "hidden_size": g.hidden_size,
-        "intermediate_size": g.intermediate_size,
-        "num_hidden_layers": g.layers,
-        "num_attention_heads": g.heads,
-        "num_key_value_heads": g.kv_heads,
-        "head_dim": g.head_dim,
-        "max_position_embeddings": g.max_position_embeddings,
-        "tie_word_embeddings": g.tie_word_embeddings,
-    }
-    model: Any
-    with torch.device(setting.device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(setting.dtype)
-        try:
-            model = LlamaForCausalLM(LlamaConfig(**fields)) if g.model_type == "llama" else None
-            model = model or Qwen3ForCausalLM(Qwen3Config(**fields))
-        finally:
-            torch.set_default_dtype(before)
-    model.requires_grad_(False).eval()
-    target = Target(model, None, g, (FULL,) * g.layers, ())
-    choose_packing(target)
-    return target
 
 
 BENCHES: dict[str, Callable[[Setting], dict[str, Any]]] = {
@@ -350,11 +230,16 @@ BENCHES: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 
 
-def default_setting(geometry: TargetGeometry, device: torch.device) -> Setting:
-    """S=4096, N=512, B=16, five layers on CUDA; small on CPU, so that every benchmark ends within a minute."""
+def default_setting(geometry: TargetGeometry, device: torch.device, name: str = "") -> Setting:
+    """S=4096, N=512, B=16, five layers on CUDA; small on CPU, so that every benchmark ends within a minute.
+
+    A geometry too large for a CPU is replaced by its small twin, and the setting's name says so.
+    """
     if device.type == "cuda":
-        return Setting(geometry, device, 4096, 512, 16, 5, 2048, 8)
-    return Setting(geometry, device, 256, 32, 8, 2, 256, 4, runs=3)
+        return Setting(geometry, device, 4096, 512, 16, 5, 2048, 8, name=name)
+    small = twin(geometry)
+    name = name if small is geometry else f"small twin of {name or geometry.model_type}"
+    return Setting(small, device, 256, 32, 8, 2, 256, 4, runs=3, name=name)
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+HOST_RUNS = 5
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -42,6 +44,27 @@ def measure(work: Callable[[], object], device: torch.device, *, warmups: int = 
             work()
             times.append(1e3 * (time.perf_counter() - began))
     return Timing(statistics.median(times), min(times), max(times), runs)
+
+
+def host_milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long the host needs to hand `work` to an idle CUDA device: the device starves where this is longer than the
+    work itself."""
+    times = []
+    for _ in range(HOST_RUNS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize(device)
+    return statistics.median(times)
+
+
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s of a large copy within the device's memory, reading and writing counted: 2 GiB on CUDA, 64 MiB on CPU."""
+    count = (2 << 30 if device.type == "cuda" else 64 << 20) // 4
+    source, to = torch.zeros(count, device=device), torch.empty(count, device=device)
+    timing = measure(lambda: to.copy_(source), device, runs=10 if device.type == "cuda" else 3)
+    return 2 * 4 * count / (timing.median * 1e-3) / 1e9
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:

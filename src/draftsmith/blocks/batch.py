@@ -27,10 +27,12 @@ from draftsmith.blocks.row import Row
 from draftsmith.blocks.rule import Intervals, LayerKind, visible_intervals
 from draftsmith.blocks.tiles import Tiles, make_tiles
 
+ALIGNED = 128  # bytes: what compiled kernels may assume of the beginning of a tensor
+
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """One row's draft work. All tensors live on one device; `to` moves them together.
+    """One row's draft work. All tensors live on one device; `to` moves them together, in one copy.
 
     Attributes:
         number: of the row.
@@ -48,6 +50,7 @@ class DraftBatch:
         taught: number of taught slots.
         intervals: per layer kind.
         tiles: per layer kind; empty where the dense path runs.
+        packed: the memory that holds all of them, uint8; None while each has its own.
     """
 
     number: int
@@ -64,18 +67,41 @@ class DraftBatch:
     teacher_MC: Tensor
     intervals: dict[LayerKind, Intervals]
     tiles: dict[LayerKind, Tiles] = field(default_factory=dict)
+    packed: Tensor | None = field(default=None, repr=False, compare=False)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DraftBatch:
         """The batch on another device; `non_blocking` needs a pinned batch to be of use."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if self.anchors_N.device == torch.device(device):
+            return self
+        packed = self if self.packed is not None else self.pack()
+        assert packed.packed is not None
+        moved = packed.packed.to(device, non_blocking=non_blocking)
+        storage = packed.packed.untyped_storage().data_ptr()
+        # Plain tensors over one storage, and no views: compiled code need not know that they lie together.
+        return replace(packed._map(lambda value: _over(moved, value, value.data_ptr() - storage)), packed=moved)
 
     def pin(self) -> DraftBatch:
         """The batch in page-locked memory, from which copies to a GPU do not stop the host."""
-        return self._map(Tensor.pin_memory)
+        return self.pack(pinned=True)
+
+    def pack(self, *, pinned: bool = False) -> DraftBatch:
+        """The same with all tensors in one piece of memory on the CPU, one behind the other."""
+        values: list[Tensor] = []
+        self._map(lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
+        starts, size = [0] * len(values), 0
+        # What has M chunks comes last: everything else lies at the same place in every row.
+        for place in sorted(range(len(values)), key=lambda place: values[place].shape == self.slots_MC.shape):
+            starts[place] = size
+            size += -(-values[place].numel() * values[place].itemsize // ALIGNED) * ALIGNED
+        packed = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        places = iter(starts)
+        return replace(self._map(lambda value: _over(packed, value, next(places)).copy_(value)), packed=packed)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> DraftBatch:
         moved: dict[str, Any] = {
-            name: move(value) for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), Tensor)
+            name: move(value)
+            for name in self.__dataclass_fields__
+            if name != "packed" and isinstance(value := getattr(self, name), Tensor)
         }
         return replace(
             self,
@@ -83,6 +109,12 @@ class DraftBatch:
             tiles={kind: Tiles(*map(move, part.tensors())) for kind, part in self.tiles.items()},
             **moved,
         )
+
+
+def _over(memory: Tensor, like: Tensor, start: int) -> Tensor:
+    """A tensor of the shape and dtype of `like` over `memory`, from byte `start` on."""
+    made = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return made.set_(memory.untyped_storage(), start // like.itemsize, like.shape, like.contiguous().stride())
 
 
 def make_draft_batch(

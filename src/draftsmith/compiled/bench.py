@@ -1,8 +1,8 @@
 """`python -m draftsmith.compiled.bench`: what the gate adds to an ordinary call, in microseconds.
 
 Calls a tiny compiled function (backend "eager": the call itself is what costs) directly, through a region before the
-seal, and after it. Each figure is the best of several rounds of CPU time of this thread, so a busy machine disturbs it
-little.
+seal, and after it. Each figure is the best of several rounds of CPU time of this thread, taken in turn with rounds of
+the compiled function alone, so a busy machine disturbs it little.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ def measure(calls: int = 2000, rounds: int = 9) -> dict[str, float]:
         plain = torch.compile(_double, backend="eager", fullgraph=True, dynamic=False)
         plain(x)
         region(x)
-        direct = _best(lambda: plain(x), calls, rounds)
-        unsealed = _best(lambda: region(x), calls, rounds)
+        ordinary, unsealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
         gate.seal()
-        direct = min(direct, _best(lambda: plain(x), calls, rounds))
-        sealed = _best(lambda: region(x), calls, rounds)
-        return {"compiled": direct, "unsealed": unsealed - direct, "sealed": sealed - direct}
+        under_seal, sealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
+        return {"compiled": ordinary, "unsealed": unsealed - ordinary, "sealed": sealed - under_seal}
     finally:
         gate.close()
 
 
-def _best(call: Callable[[], object], calls: int, rounds: int) -> float:
-    best = float("inf")
+def _best_of_both(
+    one: Callable[[], object], other: Callable[[], object], calls: int, rounds: int
+) -> tuple[float, float]:
+    """Microseconds a call of each, their rounds in turn: what slows the machine down slows both."""
+    best = [float("inf"), float("inf")]
     for _ in range(rounds):
-        began = time.thread_time()
-        for _ in range(calls):
-            call()
-        best = min(best, time.thread_time() - began)
-    return best / calls * 1e6
+        for which, call in enumerate((one, other)):
+            began = time.thread_time()
+            for _ in range(calls):
+                call()
+            best[which] = min(best[which], time.thread_time() - began)
+    return best[0] / calls * 1e6, best[1] / calls * 1e6
 
 
 if __name__ == "__main__":

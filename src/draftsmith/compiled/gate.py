@@ -87,13 +87,16 @@ class Compile:
     began: float = field(default_factory=time.perf_counter, repr=False)
 
 
-class _Hold:
-    """One bracket around compiled work: shared or exclusive; `place` is where other threads' backwards find it."""
+class Hold:
+    """One bracket around compiled work: shared or exclusive; `place` is where other threads' backwards find it.
 
-    __slots__ = ("exclusive", "place")
+    A region keeps one of its own for its ordinary calls, which never change it: any number of threads may be in it.
+    """
 
-    def __init__(self, exclusive: bool) -> None:
-        self.exclusive, self.place = exclusive, _torch.NO_PLACE
+    __slots__ = ("exclusive", "place", "region")
+
+    def __init__(self, exclusive: bool, region: str = "") -> None:
+        self.exclusive, self.place, self.region = exclusive, _torch.NO_PLACE, region
 
 
 class Gate:
@@ -106,7 +109,7 @@ class Gate:
         self.watched = False  # a profiler runs: regions mark their calls in its trace
         self._sealed: OnRecompile | None = None
         self._key = f"draftsmith.gate.{next(_numbers)}"
-        self._handed: list[_Hold | None] = [None] * _torch.PLACES  # holds by place, for the autograd thread
+        self._handed: list[Hold | None] = [None] * _torch.PLACES  # holds by place, for the autograd thread
         self._free = list(range(_torch.PLACES))  # places; popping and appending are atomic
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -132,14 +135,14 @@ class Gate:
         if _torch.in_backward():
             raise GateError("a first use inside a backward that began outside the gate: put both in `with gate.step()`")
         self._listen()
-        hold = _Hold(exclusive=True)
+        hold = Hold(exclusive=True)
         self._acquire_alone()
         self._here.hold = hold
         self._hand_on(hold)
         try:
             yield
         finally:
-            self.leave(hold)
+            self.leave()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -147,43 +150,44 @@ class Gate:
 
         Never wait for another worker (a queue, a barrier) inside: a thread that wants to compile waits for this end.
         """
-        hold = self.share()
+        hold = Hold(exclusive=False)
+        if self.open or not self.enter(hold):
+            yield
+            return
+        self._hand_on(hold)
         try:
             yield
         finally:
-            if hold is not None:
-                self.leave(hold)
+            self.leave()
 
-    def share(self, backward: bool = True) -> _Hold | None:
-        """`step` by hand, for calls that must cost little: what it returns goes to `leave`, unless it is None.
-
-        Without `backward` the hold is not handed on to the autograd thread: for a single call that goes no backward.
-        """
-        if self.open or self._hold() is not None:
-            return None
+    def enter(self, hold: Hold) -> bool:
+        """Shares the gate for one call that goes no backward; true if `leave` has to follow, false inside a hold."""
+        here = self._here
+        if getattr(here, "hold", None) is not None:
+            return False
         if _torch.in_backward():
+            if self._hold() is not None:
+                return False
             raise GateError("a step inside a backward that began outside the gate")
         with self._lock:
             while self._alone or self._waiting:
                 self._changed.wait()
             self._sharing += 1
-        hold = _Hold(exclusive=False)
-        self._here.hold = hold
-        if backward:
-            self._hand_on(hold)
-        return hold
+        here.hold = hold
+        return True
 
-    def _hand_on(self, hold: _Hold) -> None:
+    def _hand_on(self, hold: Hold) -> None:
         """Lets what the autograd thread runs for this thread find the hold, until it is left."""
         if not self._free:
-            self.leave(hold)
+            self.leave()
             raise GateError(f"more than {_torch.PLACES} threads inside the gate at once")
         hold.place = self._free.pop()
         self._handed[hold.place] = hold
         _torch.inherit(self._key, hold.place)
 
-    def leave(self, hold: _Hold) -> None:
-        """End a hold, in the thread that began it."""
+    def leave(self) -> None:
+        """End the hold of this thread."""
+        hold: Hold = self._here.hold
         self._here.hold = None
         if hold.place != _torch.NO_PLACE:
             # This thread must forget the place before another's hold may have it.
@@ -204,8 +208,8 @@ class Gate:
         """Whether this thread is inside a hold: a worker asserts `not gate.held` before it waits for others."""
         return self._hold() is not None
 
-    def _hold(self) -> _Hold | None:
-        hold: _Hold | None = getattr(self._here, "hold", None)
+    def _hold(self) -> Hold | None:
+        hold: Hold | None = getattr(self._here, "hold", None)
         if hold is not None:
             return hold
         if not _torch.in_backward():
@@ -228,7 +232,7 @@ class Gate:
             if not self._alone:  # interrupted: those who let this thread go first must look again
                 self._changed.notify_all()
 
-    def _upgrade(self, hold: _Hold) -> None:
+    def _upgrade(self, hold: Hold) -> None:
         """Shared to exclusive. The share is given up first, so two upgrades at once wait in line instead of for ever:
         nothing compiled runs in this thread meanwhile, so another's first use may safely pass in between."""
         if _torch.in_backward():
@@ -240,11 +244,16 @@ class Gate:
         with self._changed:
             self._sharing -= 1
             self._changed.notify_all()
+            alone = False
             try:
                 self._wait_alone()
-                hold.exclusive = True
+                alone = True
+                if hold.region:  # other threads' calls have it too: from here on this one has a hold of its own
+                    self._here.hold = Hold(exclusive=True, region=hold.region)
+                else:
+                    hold.exclusive = True
             finally:
-                self._sharing += not hold.exclusive  # interrupted: it is a share again, and ends as one
+                self._sharing += not alone  # interrupted: it is a share again, and ends as one
 
     # -- sealing -----------------------------------------------------------------------------------------------------
 
@@ -288,13 +297,13 @@ class Gate:
     # -- what torch reports ------------------------------------------------------------------------------------------
 
     def _compile_starts(self, direction: str, compile_id: str) -> None:
-        region = getattr(_calling, "region", "")
+        hold = self._hold()
+        region = getattr(_calling, "region", "") or (hold.region if hold is not None else "")
         if direction != "forward" and not region:
             region = next((c.region for c in reversed(self.compiles) if c.compile_id == compile_id), "")
         if self.open:
             # A forward is stopped earlier, by the stance; a backward that was never run in the warm-up is not.
             raise CompiledTooLate(region, direction, "its forward was warmed up, this direction was not")
-        hold = self._hold()
         alone = hold is not None and hold.exclusive
         reason = _torch.recompile_reason() if direction == "forward" else ""
         name = threading.current_thread().name

@@ -72,19 +72,25 @@ class Ledger:
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     path: Path | None = None
+    noted: list[Entry] = field(default_factory=list)
     _made: dict[int, list[Entry]] = field(default_factory=dict, repr=False)  # by place in gate.compiles
 
     def watch(self, regions: Iterable[Region]) -> None:
         """Name the regions whose compiles belong in here; eager ones get an entry at once."""
         self.regions.update((region.name, region) for region in regions)
 
+    def note(self, entry: Entry) -> None:
+        """Add what was compiled without torch.compile, such as a Triton kernel of the caller's own."""
+        self.noted.append(entry)
+
     def entries(self) -> list[Entry]:
-        """Eager regions first, then compiles in the order in which they happened."""
+        """Eager regions first, then what was noted, then compiles in the order in which they happened."""
         found = [
             Entry(region.name, region.device, "forward", f"eager: {region.why_eager}")
             for region in self.regions.values()
             if not region.enabled
         ]
+        found += self.noted
         for number in range(len(self.gate.compiles)):
             found += self.entries_of(number)
         return found

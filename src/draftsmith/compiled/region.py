@@ -4,9 +4,9 @@ Each region compiles a code object of its own, named after the region. Dynamo ke
 limit and its memory of changing shapes per code object, so regions made from one function (one for each device, say)
 neither share a limit nor make each other's shapes dynamic; on disk they still hit the same cache entries.
 
-Cost of a call: sealed gate, one attribute test; otherwise the signature of the arguments (about 1 µs a tensor) and the
-gate's lock. A function or bound method is copied with a code object of its own; any other callable (an `nn.Module`,
-whose
+Cost of a call: sealed gate, one attribute test; otherwise the signature of the arguments (about 1 µs) and the gate's
+lock, twice. A function or bound method is copied with a code object of its own; any other callable (an `nn.Module`,
+whose class's code is shared by all its objects) is wrapped in one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftsmith.compiled import _torch
-from draftsmith.compiled.gate import CompiledTooLate, Gate, calling
+from draftsmith.compiled.gate import CompiledTooLate, Gate, Hold, calling
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Region:
         self.fullgraph = fullgraph
         self.first_uses: list[FirstUse] = []
         self._seen: set[tuple[Any, ...]] = set()
+        self._hold = Hold(exclusive=False, region=name)  # of ordinary calls
         self._compiled = function
         if enabled:
             own = _own_code(function, name)
@@ -105,13 +106,16 @@ class Region:
                 raise self._too_late(error, args, kwargs) from error
         key = signature(args, kwargs)
         if key in self._seen:
-            before, hold = calling(self.name), self.gate.share(backward=False)
+            entered, before = self.gate.enter(self._hold), ""
+            if not entered:
+                before = calling(self.name)
             try:
                 return self._compiled(*args, **kwargs)
             finally:
-                calling(before)
-                if hold is not None:
-                    self.gate.leave(hold)
+                if entered:
+                    self.gate.leave()
+                else:
+                    calling(before)
         return self._first_use(key, args, kwargs)
 
     def _too_late(self, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledTooLate:
@@ -157,15 +161,20 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return _own_code(call, name)
 
 
+_Tensor = torch.Tensor
+_grad_enabled, _inference_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_autocast_enabled = torch.is_autocast_enabled
+
+
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What makes a call a different use: shapes, dtypes, devices, requires_grad, plain values, grad and autocast mode.
 
     Tensors inside an object that is neither a container nor plain (a BlockMask) are not looked into: it counts by its
     type and `shape`. Dynamo's guards stay the judge; a compile that this misses is reported by the gate.
     """
-    key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()]
+    key: list[Any] = [_grad_enabled(), _inference_enabled(), _autocast_enabled()]
     for value in args:  # the common case without a call
-        if type(value) is torch.Tensor:
+        if type(value) is _Tensor:
             key.append((value.shape, value.dtype, value.device, value.requires_grad))
         else:
             key.append(_leaf(value))

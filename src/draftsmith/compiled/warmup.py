@@ -5,8 +5,9 @@ shapes, forward and backward) twice. The first run compiles or loads; the second
 does not cover what it is there for. Then an optional proof compares the result with a reference.
 
 Each turn says what happened in one line ("drafter 1 on cuda:5: traced 2.1 s, compiled 17.3 s, from cache 0 of 3,
-verified"), and after the first and the second turn how long all of them will take: equal devices load what the first
-one compiled, so N of them cost about first + (N - 1) × second.
+verified"), and after the first and the second turn how long all of them will take. Workers on one device load what its
+first one compiled. Another device compiles again unless an earlier run did so for it: Inductor's code names the number
+of its device (seen on two H200), and so does the key under which it is kept.
 
 A job that never reaches a compiled region, or reaches it without anything being compiled (compiling switched off by an
 environment variable, a stance that forces eager), raises NotCompiled: a quiet warm-up is not a warm one.
@@ -24,7 +25,7 @@ from draftsmith.compiled.gate import Gate, OnRecompile
 from draftsmith.compiled.ledger import Ledger
 from draftsmith.compiled.region import Region
 
-_LOADING = 0.1  # of the first turn's compiling: what an equal device's loading is taken for until one was seen
+_LOADING = 0.1  # of the first turn's compiling: what loading is taken for until it was seen
 
 
 class NotCompiled(RuntimeError):
@@ -61,17 +62,17 @@ class Turn:
 
 @dataclass
 class WarmUp:
-    """Turns of `total` equal workers through one gate.
+    """Turns of equal workers through one gate.
 
     Args:
         gate, ledger: shared by the regions.
-        total: how many turns there will be, for the prediction.
+        devices: of all workers, in the order of their turns, for the prediction.
         tell: gets a line of text and a dict of its figures for each turn and each prediction.
     """
 
     gate: Gate
     ledger: Ledger
-    total: int
+    devices: Sequence[str]
     tell: Callable[[str, dict[str, Any]], None] = lambda _text, _figures: None
     turns: list[Turn] = field(default_factory=list)
 
@@ -110,7 +111,7 @@ class WarmUp:
             settled = len(self.gate.compiles)
             job()
             step = time.perf_counter() - middle
-            self._check(worker, enabled, first, settled)
+            self._check(worker, enabled, settled)
             differs = proof() if proof else ""
             if differs:
                 raise NotCompiled(f"{worker} on {device}: {differs}")
@@ -118,30 +119,39 @@ class WarmUp:
         self.turns.append(turn)
         self.ledger.warm_up.append(asdict(turn))
         self.tell(turn.line(), asdict(turn))
-        if self.total > 1 and len(self.turns) <= min(2, self.total - 1):
+        workers = len(self.devices)
+        if len(self.turns) <= min(2, workers - 1):
             seconds = self.predicted()
             self.tell(
-                f"{self.total} equal workers: about {seconds:.0f} s in all",
-                {"predicted_seconds": seconds, "workers": self.total},
+                f"{workers} equal workers: about {seconds:.0f} s in all",
+                {"predicted_seconds": seconds, "workers": workers},
             )
         return turn
 
     def predicted(self) -> float:
         """Seconds that all turns together will take, from those that were seen."""
         assert self.turns, "no turn yet"
-        first, *others = [turn.seconds + turn.step_seconds for turn in self.turns]
-        if others:
-            return first + sum(others) / len(others) * (self.total - 1)
-        seen = self.turns[0]
-        equal = seen.seconds - seen.compiled * (1 - _LOADING) + seen.step_seconds
-        return first + equal * (self.total - 1)
+        new: list[float] = []  # of a device's first worker
+        more: list[float] = []  # of its others
+        devices: set[str] = set()
+        for turn in self.turns:
+            (more if turn.device in devices else new).append(turn.seconds + turn.step_seconds)
+            devices.add(turn.device)
+        if not more:
+            first = self.turns[0]
+            more = [first.seconds - first.compiled * (1 - _LOADING) + first.step_seconds]
+        seconds = sum(turn.seconds + turn.step_seconds for turn in self.turns)
+        for device in self.devices[len(self.turns) :]:
+            seconds += sum(more) / len(more) if device in devices else sum(new) / len(new)
+            devices.add(device)
+        return seconds
 
     def finish(self, on_recompile: OnRecompile) -> None:
         """Seal the gate and write the ledger."""
         self.gate.seal(on_recompile)
         self.ledger.write()
 
-    def _check(self, worker: str, regions: Sequence[Region], first: int, settled: int) -> None:
+    def _check(self, worker: str, regions: Sequence[Region], settled: int) -> None:
         compiled = {compile_.region for compile_ in self.gate.compiles}
         for region in regions:
             if not region.first_uses:

@@ -20,6 +20,7 @@ class Conversation:
         cut: the last answer stopped at a length limit (`"finish_reason": "length"` beside it), so its end is not the
             model's and is not taught.
         problem: why it cannot be used whatever the template says (an image), or None.
+        malformed: why it is no conversation at all (no JSON, no role), or None.
         layout: name of the layout that it was found in.
     """
 
@@ -29,6 +30,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     cut: bool = False
     problem: str | None = None
+    malformed: str | None = None
     layout: str = field(default="", compare=False)
 
     def key(self) -> int:

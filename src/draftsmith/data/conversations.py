@@ -2,6 +2,10 @@
 
 `places` finds the files of an entry, `formats` makes them records, `layouts` makes those conversations. Cost: one pass;
 memory of a few records, however large the data is.
+
+A record that is malformed (a line that is no JSON, a message without a role) comes out as a conversation that says so,
+and is refused and counted like any other. A file in which nothing is well-formed, or whose first `ALL_MALFORMED`
+records are not, is not what its owner believes: that is an error, with the first record's place.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from pathlib import Path
 
 from draftsmith.config import DataSource
 from draftsmith.data.conversation import Conversation
-from draftsmith.data.formats import read_records
+from draftsmith.data.formats import Malformed, read_records
 from draftsmith.data.layouts import ROLES, to_conversation
 from draftsmith.data.places import DataFile, find_files
 from draftsmith.errors import UserError
+
+ALL_MALFORMED = 100
 
 __all__ = ["ROLES", "Conversation", "read_conversations", "read_file", "write_head"]
 
@@ -25,21 +31,21 @@ def read_conversations(entries: Iterable[str | Path | DataSource]) -> Iterator[C
     """Yields every conversation of every entry, in order; blank lines are passed over.
 
     Raises:
-        UserError: a file is missing, unreadable or empty, or a record is not a conversation (message without role,
-            unknown role, unknown kind of content, no layout that fits).
+        UserError: a file is missing, unreadable, empty or malformed throughout.
     """
     for file in find_files(entries):
         yield from read_file(file)
 
 
 def write_head(entries: Iterable[str | Path | DataSource], count: int, path: Path) -> None:
-    """Writes the first `count` conversations of some entries as JSON lines of their own.
+    """Writes the first `count` well-formed conversations of some entries as JSON lines of their own.
 
     Raises:
         UserError: see `read_conversations`.
     """
     with path.open("w", encoding="utf-8") as file:
-        for conversation in islice(read_conversations(entries), count):
+        well_formed = (each for each in read_conversations(entries) if each.malformed is None)
+        for conversation in islice(well_formed, count):
             chat = {"messages": conversation.messages, "tools": conversation.tools}
             content = {"text": conversation.text} if conversation.messages is None else chat
             file.write(json.dumps(content, default=str) + "\n")
@@ -51,14 +57,37 @@ def read_file(file: DataFile) -> Iterator[Conversation]:
     Raises:
         UserError: see `read_conversations`.
     """
-    found = False
+    held: list[tuple[Conversation, UserError]] = []  # malformed ones before the first that is not
+    good = False
     layout, columns = file.entry.layout, file.entry.columns
     for number, value in read_records(file.path, file.name):
-        found = True
-        yield to_conversation(value, f"{file.name}:{number}", layout, columns)
-    if not found:
+        source = f"{file.name}:{number}"
+        try:
+            if isinstance(value, Malformed):
+                raise value.error
+            conversation = to_conversation(value, source, layout, columns)
+        except UserError as error:
+            conversation = Conversation(source, malformed=error.what)
+            if not good:
+                held.append((conversation, error))
+                if len(held) == ALL_MALFORMED:
+                    raise _all_malformed(held, f"the first {ALL_MALFORMED} records are all malformed") from None
+                continue
+        else:
+            if not good:
+                yield from (each for each, _ in held)
+                good = True
+        yield conversation
+    if held and not good:
+        raise _all_malformed(held, f"all {len(held)} records are malformed")
+    if not good:
         raise UserError(
             "is empty: no conversation in it",
             where=file.name,
             fix='e.g. one conversation a line: {"messages": [{"role": …, "content": …}]} or {"text": …}',
         )
+
+
+def _all_malformed(held: list[tuple[Conversation, UserError]], how_many: str) -> UserError:
+    first = held[0][1]
+    return first if len(held) == 1 else UserError(f"{first.what}; {how_many}", where=first.where, fix=first.fix)

@@ -52,6 +52,14 @@ _PIECE = 1 << 23  # tokens whose masks are counted at one time
 _FRACTION_MIX = np.uint64(0x9E3779B97F4A7C15)  # any odd number: the share of a weight is not the held-out share again
 
 
+class NothingUsable(UserError):
+    """Nothing is left to train on; `incidents` says of every conversation why."""
+
+    def __init__(self, what: str, where: str, incidents: Incidents) -> None:
+        super().__init__(what, where=where)
+        self.incidents = incidents
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Tokenised data, ready to train on.
@@ -92,7 +100,8 @@ def prepare_corpus(
         progress: called with the number of conversations read so far, after every batch.
 
     Raises:
-        UserError: a file is missing, empty, unreadable or broken; the template is invalid; nothing usable remains.
+        NothingUsable: no conversation is left.
+        UserError: a file is missing, empty, unreadable or broken; the template is invalid.
     """
     tokeniser = make_tokeniser(data, tokenizer, stop_ids)
     cache = TableCache(data.cache, tokeniser)
@@ -110,13 +119,13 @@ def prepare_corpus(
     held_parts, train_parts = read(data.held_out), read(data.train)
     for part in held_parts:
         part.fit(length, data.too_long)
-    _refuse_empty(held_parts, data.held_out)
+    _refuse_empty(held_parts, data.held_out, cache)
     twins = np.unique(np.concatenate([part.used_keys for part in held_parts])) if held_parts else None
     for part in train_parts:
         if twins is not None:
             part.refuse_twins(twins)
         part.fit(length, data.too_long)
-    _refuse_empty(train_parts, data.train)
+    _refuse_empty(train_parts, data.train, cache)
     return _assemble(held_parts, train_parts, cache, data, length=length, seed=seed, block_size=block_size)
 
 
@@ -126,10 +135,11 @@ def make_tokeniser(data: DataConfig, tokenizer: Any, stop_ids: Sequence[int] = (
     Raises:
         UserError: the template file is missing or unreadable, or an option has a reserved name.
     """
-    template, name = _read_template(data.chat_template)
+    given = data.chat_template
+    name = given or "the tokenizer's chat template"
     return Tokeniser(
         tokenizer,
-        chat_template=template,
+        chat_template=None if given is None else read_template(given),
         template_options=data.template_options,
         stop_ids=stop_ids,
         template_name=name,
@@ -237,11 +247,11 @@ class _Part:
         return int(whole) + (mixed_C < np.uint64(fraction * 2**64)).astype(np.int64)
 
 
-def _refuse_empty(parts: list[_Part], entries: Sequence[str | DataSource]) -> None:
+def _refuse_empty(parts: list[_Part], entries: Sequence[str | DataSource], cache: TableCache) -> None:
     if parts and all(part.dropped_C.all() for part in parts):
-        reasons = "; ".join(Incidents([part.incidents for part in parts]).lines())
+        incidents = Incidents([part.incidents for part in parts], owner=cache)
         where = ", ".join(entry.path for entry in as_sources(entries))
-        raise UserError(f"no usable conversation ({reasons})", where=where)
+        raise NothingUsable(f"no usable conversation ({'; '.join(incidents.lines())})", where, incidents)
 
 
 def _assemble(
@@ -381,13 +391,15 @@ def count_anchors(table: TokenTable, length_D: np.ndarray, block_size: int) -> n
     return counts
 
 
-def _read_template(path: str | None) -> tuple[str | None, str]:
-    """Source of the template and its name for messages; None means the tokenizer's own."""
-    if path is None:
-        return None, "the tokenizer's chat template"
+def read_template(path: str | Path) -> str:
+    """Source of a chat template.
+
+    Raises:
+        UserError: the file is missing or unreadable.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8"), path
+        return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError("no such chat template", where=path, fix="check data.chat_template") from None
+        raise UserError("no such chat template", where=str(path), fix="check data.chat_template") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=path) from None
+        raise UserError(f"cannot be read: {error}", where=str(path)) from None

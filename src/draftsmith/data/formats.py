@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,19 +32,35 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 DATA_SUFFIXES = (*LINE_SUFFIXES, ".json", ".parquet", ".arrow", ".feather")
 COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst", ".zstd")
 
-_MAGIC = ((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstandard"))
+_MAGIC = (
+    *((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstandard")),
+    # What is compressed by several threads begins with a frame that holds no data (pzstd).
+    *((bytes([first]) + b"\x2a\x4d\x18", "zstandard") for first in range(0x50, 0x60)),
+)
 _CHUNK = 1 << 20
 _ROWS = 256  # parquet rows decoded at a time
 _BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
+_WHITE = re.compile(r"[ \t\r\n]*")
+_AHEAD = 1 << 16  # characters of an array behind the place that is parsed
 
 
 class Record(NamedTuple):
-    """One value of a data file and its number in it, from 1."""
+    """One value of a data file and its number in it, from 1. The value may be `Malformed`."""
 
     number: int
     value: Any
+
+
+class Malformed(NamedTuple):
+    """In place of a value: why it cannot be read, though what follows can."""
+
+    error: UserError
+
+
+class Media(NamedTuple):
+    """In place of an image or a sound in a table's column, which is not decoded."""
 
 
 def is_data_name(name: str) -> bool:
@@ -64,15 +81,17 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
         path: the file.
         name: what messages call it.
 
+    A line of JSON lines that is no JSON, and a table's row whose text is none, are `Malformed`: what follows is read.
+
     Raises:
-        UserError: it is missing, a folder, unreadable, cut off, not JSON where JSON should stand, or needs a package
-            that is not installed. `where` names the record.
+        UserError: it is missing, a folder, unreadable, cut off, not JSON where an array or object should stand, or
+            needs a package that is not installed. `where` names the record.
     """
     number = 0
     try:
         kind = _kind_of(path)
         if kind in ("parquet", "arrow"):
-            records = _read_parquet(path) if kind == "parquet" else _read_arrow(path)
+            records = _read_parquet(path, name) if kind == "parquet" else _read_arrow(path, name)
         elif bare_suffix(name) in LINE_SUFFIXES:
             records = _read_lines(path, name)
         else:
@@ -172,55 +191,87 @@ def _read_lines(path: Path, name: str) -> Iterator[Record]:
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                yield Record(number, _parse(line, f"{name}:{number}"))
+                try:
+                    value = _parse(line, f"{name}:{number}")
+                except UserError as error:
+                    value = Malformed(error)
+                yield Record(number, value)
 
 
 def _parse(line: bytes, where: str) -> Any:
     fix = 'one conversation per line: {"messages": [{"role": …, "content": …}]} or {"text": …}'
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8").rstrip())  # behind the line's end a fault would be in column 1
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 at byte {error.start + 1} of the line", where=where) from None
     except json.JSONDecodeError as error:
-        raise UserError(f"not valid JSON: {error.msg} at column {error.colno}", where=where, fix=fix) from None
+        what = error.msg.removesuffix(" at")  # Python's words for some faults end in it
+        raise UserError(f"not valid JSON: {what} at column {error.colno}", where=where, fix=fix) from None
     except (RecursionError, ValueError) as error:
         raise UserError(f"not JSON that can be read: {error}", where=where, fix=fix) from None
+
+
+class _Window:
+    """The part of a text file that is looked at. `moved` counts the characters that were put into it."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        self._file = file
+        self.text, self.place, self.ended = "", 0, False
+        self.moved = 0
+
+    def grow(self, size: int) -> bool:
+        """Reads on, and lets go of what lies before `place`; false at the end of the file."""
+        more = self._file.read(size)
+        self.text = self.text[self.place :] + more
+        self.place = 0
+        self.moved += len(self.text)
+        self.ended = not more
+        return not self.ended
+
+    def skip(self) -> str:
+        """The next character that is no white space, which `place` is at then; "" at the end of the file."""
+        while True:
+            match = _WHITE.match(self.text, self.place)
+            assert match is not None, "it matches nothing as well"
+            self.place = match.end()
+            if self.place < len(self.text) or self.ended:
+                return self.text[self.place : self.place + 1]
+            self.grow(_CHUNK)
 
 
 def _elements(path: Path, name: str) -> Iterator[Record]:
     """The elements of a JSON array, one at a time.
 
-    An element is parsed as soon as it is whole; while it is not, twice as much is read before the next try, so the
-    cost stays linear.
+    An element is parsed where it stands. What is left of the window is moved only to read on: at its end, or in front
+    of an element that is not whole, when twice as much is read each time. So the cost stays linear, whatever the
+    elements' sizes. An element that is no JSON ends the reading: nobody knows where the next one begins.
     """
     decoder = json.JSONDecoder()
-    number, want = 0, _CHUNK
+    number, want, comma = 0, _CHUNK, False
     with open_bytes(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
         try:
-            buffer = file.read(want).lstrip()
-            buffer = buffer[1:]
+            window = _Window(file)
+            window.skip()
+            window.place += 1  # the bracket
             while True:
-                # Commas are not counted: what lies between two values is white space and at most one of them.
-                buffer = buffer.lstrip()
-                if number and buffer.startswith(","):
-                    buffer = buffer[1:].lstrip()
+                if len(window.text) - window.place < min(_CHUNK, _AHEAD) and not window.ended:
+                    window.grow(_CHUNK)  # a number must not be cut in two: it would be two numbers
+                found = window.skip()
+                if found == "," and comma:
+                    window.place, comma = window.place + 1, False
+                    continue
+                if found == "]":
+                    return
                 try:
-                    if buffer.startswith("]"):
-                        return
-                    value, end = decoder.raw_decode(buffer)
+                    value, window.place = decoder.raw_decode(window.text, window.place)
                 except json.JSONDecodeError as error:
-                    more = file.read(want) if want < WHOLE_DOCUMENT_BYTES else ""
-                    if not more:
+                    if want >= WHOLE_DOCUMENT_BYTES or not window.grow(want):
                         what = f"not valid JSON: {error.msg} in element {number + 1} of the array"
                         raise UserError(what, where=f"{name}:{number + 1}") from None
-                    buffer += more
                     want *= 2
                     continue
-                number, want = number + 1, _CHUNK
+                number, want, comma = number + 1, _CHUNK, True
                 yield Record(number, value)
-                buffer = buffer[end:]
-                if len(buffer) < _CHUNK:
-                    buffer += file.read(_CHUNK)
         except UnicodeDecodeError:
             raise UserError("not UTF-8", where=f"{name}:{number + 1}") from None
         except RecursionError as error:
@@ -260,7 +311,7 @@ def _is_json(text: bytes) -> bool:
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path, name: str) -> Iterator[Record]:
     _pyarrow("parquet files")
     import pyarrow
     from pyarrow import parquet
@@ -268,12 +319,12 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         with parquet.ParquetFile(path) as file:
             batches = file.iter_batches(batch_size=_ROWS, columns=_wanted(file.schema_arrow), use_threads=False)
-            yield from _rows(batches)
+            yield from _rows(batches, name)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole parquet file: {error}") from None
 
 
-def _read_arrow(path: Path) -> Iterator[Record]:
+def _read_arrow(path: Path, name: str) -> Iterator[Record]:
     pyarrow = _pyarrow("arrow files")
     import pyarrow.ipc as ipc
 
@@ -286,7 +337,7 @@ def _read_arrow(path: Path) -> Iterator[Record]:
             else:
                 file.seek(0)
                 batches = iter(ipc.open_stream(file))
-            yield from _rows(_slices(batches))
+            yield from _rows(_slices(batches), name)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole arrow file: {error}") from None
 
@@ -298,12 +349,38 @@ def _slices(batches: Iterable[Any]) -> Iterator[Any]:
             yield wanted.slice(start, _ROWS)
 
 
-def _rows(batches: Iterable[Any]) -> Iterator[Record]:
+def _rows(batches: Iterable[Any], name: str) -> Iterator[Record]:
     """Rows as JSON would hold them: a table writes a null for every key that another row has, JSON leaves it out."""
     numbers = itertools.count(1)
     for batch in batches:
-        for row in batch.to_pylist():
-            yield Record(next(numbers), _without_nulls(row))
+        media = [field.name for field in batch.schema if _is_media(field.type)]
+        there = {column: _filled(batch.column(column)) for column in media}
+        text = batch.select([field.name for field in batch.schema if field.name not in media])
+        for place, value in enumerate(_values(text)):
+            number = next(numbers)
+            if isinstance(value, Malformed):
+                yield Record(number, Malformed(UserError(value.error.what, where=f"{name}:{number}")))
+            else:
+                yield Record(number, {**value, **{column: Media() for column in media if there[column][place]}})
+
+
+def _values(batch: Any) -> list[Any]:
+    """Every row of a batch; what holds bytes that are no text is `Malformed`, and costs its neighbours nothing."""
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()] if batch.num_columns else [{}] * batch.num_rows
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [Malformed(UserError("not UTF-8"))]
+        return [value for place in range(batch.num_rows) for value in _values(batch.slice(place, 1))]
+
+
+def _filled(column: Any) -> list[bool]:
+    """Where a column of images or sounds holds any."""
+    import pyarrow.compute as compute
+
+    if _item_type(column.type) is not None:
+        return [bool(length) for length in compute.list_value_length(column).to_pylist()]
+    return column.is_valid().to_pylist()
 
 
 def _without_nulls(value: Any) -> Any:
@@ -315,17 +392,45 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _wanted(schema: Any) -> list[str]:
-    """Columns that can hold text or lists; numbers, images and embeddings of floats are not even decoded."""
+    """Columns that can hold text or lists, and those of images and sounds, of which only their being there is read.
+
+    Numbers and embeddings of floats are not even decoded.
+    """
     import pyarrow.types as types
 
+    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_dictionary, types.is_map)
+
     def useful(kind: Any) -> bool:
-        if types.is_list(kind) or types.is_large_list(kind):
-            return useful(kind.value_type)
+        item = _item_type(kind)
+        if item is not None:
+            return useful(item)
         if types.is_struct(kind):
             return any(useful(kind.field(index).type) for index in range(kind.num_fields))
-        return types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind) or types.is_map(kind)
+        return any(is_so(kind) for is_so in texts)
 
-    return [field.name for field in schema if useful(field.type)]
+    return [field.name for field in schema if useful(field.type) or _is_media(field.type)]
+
+
+def _item_type(kind: Any) -> Any:
+    """What a list of any make holds; None if this is no list."""
+    import pyarrow.types as types
+
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return kind.value_type if any(is_so(kind) for is_so in lists) else None
+
+
+def _is_media(kind: Any) -> bool:
+    """Whether this is how the library `datasets` keeps images and sounds: as bytes and a path, or lists of these."""
+    import pyarrow.types as types
+
+    item = _item_type(kind)
+    if item is not None:
+        return _is_media(item)
+    if not types.is_struct(kind):
+        return False
+    fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
+    data = fields.get("bytes")
+    return set(fields) == {"bytes", "path"} and (types.is_binary(data) or types.is_large_binary(data))
 
 
 def _pyarrow(what: str) -> ModuleType:

@@ -10,9 +10,9 @@
 
 "auto" takes the first that fits, top to bottom, record by record. A named layout refuses records of another kind.
 
-What is *broken* (no role, content of an unknown kind) is a `UserError` at once, because it says that the file is not
-what its owner believes. What is merely *unusable* (an image among the parts, no assistant turn) is a conversation with
-a `problem`, or like any other; it is refused and counted later, by name.
+What is *malformed* (no role, content of an unknown kind) is a `UserError`, which the reader of files counts. What is
+merely *unusable* (an image among the parts, no assistant turn) is a conversation with a `problem`, or like any other;
+both are refused by name.
 
 Messages are brought to the form in which servers hand them to a chat template: parts of text in one spelling,
 arguments of tool calls as objects, reasoning under `reasoning_content`.
@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from draftsmith.data.conversation import Conversation
+from draftsmith.data.formats import Media
 from draftsmith.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -52,6 +55,7 @@ _FROM = {
 _PROMPTS = ("prompt", "question", "query", "instruction", "input")
 _RESPONSES = ("response", "completion", "answer", "output", "chosen")
 _TEXTS = ("text", "input_text", "output_text")
+_TURNS = ("messages", "conversations", "conversation")
 
 Layout = Callable[[dict[str, Any], str], "Conversation | None"]
 
@@ -80,13 +84,24 @@ def to_conversation(
         if theirs not in record:
             raise UserError(f"has no column {theirs!r} ({_keys(record)})", where=source, fix="check columns")
         record = {**record, ours: record[theirs]}
+    record = _with_lists(record)
     for name, read in LAYOUTS.items():
         if layout in ("auto", name):
             found = read(record, source)
             if found is not None:
-                return found
+                seen = [key for key, value in record.items() if isinstance(value, Media)]
+                return replace(found, problem=found.problem or f"an image or sound in {seen[0]!r}") if seen else found
     wanted = "no known layout" if layout == "auto" else f"not of the layout {layout!r}"
     raise UserError(f"{wanted} ({_keys(record)})", where=source, fix=_FIX)
+
+
+def _with_lists(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with its turns as a list: tables that cannot hold them keep them as JSON text."""
+    written = [key for key in _TURNS if isinstance(record.get(key), str) and record[key].lstrip().startswith("[")]
+    for key in written:
+        with suppress(ValueError, RecursionError):  # text it is then, and the layout says so
+            record = {**record, key: json.loads(record[key])}
+    return record
 
 
 def _keys(record: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ import yaml
 
 from draftsmith.config import DataSource
 from draftsmith.data.formats import DATA_SUFFIXES, is_data_name
+from draftsmith.data.hub import look_for_hub
 from draftsmith.errors import UserError
 
 STDIN = "-"
@@ -112,11 +113,13 @@ def _fetch(name: str, entry: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     wanted = [f"*{suffix}{more}" for suffix in DATA_SUFFIXES for more in ("", ".gz", ".bz2", ".xz", ".zst")]
+    trouble = look_for_hub()
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=[*wanted, "README.md"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         first = str(error).strip().splitlines()
-        what = f"no such file here, and not to be had from the hub: {first[0] if first else type(error).__name__}"
+        reason = trouble or (first[0] if first else type(error).__name__)
+        what = f"no such file here, and not to be had from the hub: {reason}"
         raise UserError(what, where=entry, fix="check data.train and data.held_out") from None
 
 

@@ -253,8 +253,9 @@ def _broken(text: str) -> str:
 
 def _title(picture: RowPicture) -> str:
     used, most = picture.anchors
+    count = len(picture.documents)
     return (
-        f"row {picture.number}: {len(picture.documents)} documents, {picture.length - picture.padding} of "
+        f"row {picture.number}: {count} document{'' if count == 1 else 's'}, {picture.length - picture.padding} of "
         f"{picture.length} tokens, {used} of {most} anchors"
     )
 
@@ -322,7 +323,8 @@ table { border-collapse: collapse; font: 13px ui-monospace, monospace; } th, td 
 .mask { border-collapse: separate; border-spacing: 1px; overflow-x: auto; display: block; }
 .mask td { width: 13px; height: 13px; padding: 0; border: 0; background: var(--line); opacity: .45; }
 .mask td.on { background: var(--cell); opacity: 1; } .mask td.gap { background: none; width: 10px; }
-.mask th { border: 0; padding: 0 .4rem 0 0; font-weight: normal; color: var(--dim); font-size: 12px; }
+.mask th { border: 0; padding: 0 .4rem 0 0; font-weight: normal; color: var(--dim); font-size: 12px;
+  white-space: nowrap; }
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MALFORMED = "malformed"
 NOT_TEXT = "holds more than text"
 NO_MESSAGES = "no messages"
 NO_TEXT = "no text"

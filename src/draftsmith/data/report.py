@@ -1,7 +1,7 @@
 """What became of the data: counts for people and for machines, and every conversation that is not used in full.
 
 Nothing is dropped silently: each refusal, truncation and untaught turn is an `Incident` with its place and reason. The
-listing for people names the first few of each kind; `write_incidents` writes all of them. Incidents stay on disk: there
+listing for people names the first few of each kind; `Incidents.write` writes all of them. Incidents stay on disk: there
 may be millions.
 """
 
@@ -74,6 +74,18 @@ class Incidents:
         return isinstance(other, Incidents) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def write(self, path: str | Path) -> None:
+        """Writes every incident as a JSON line with source, effect, reason and detail.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            with Path(path).open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(incident._asdict()) + "\n" for incident in self)
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
 
     def first(self, effect: str, reason: str) -> list[str]:
         """Places and details of the first few of a kind."""
@@ -216,15 +228,3 @@ class DataReport:
             for (effect, reason), count in self.counts.items()
         ]
         return content
-
-    def write_incidents(self, path: str | Path) -> None:
-        """Writes every incident as a JSON line with source, effect, reason and detail.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
-        try:
-            with Path(path).open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(incident._asdict()) + "\n" for incident in self.incidents)
-        except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None

@@ -104,7 +104,8 @@ class Survey:
 def survey(conversations: Iterable[Conversation], every: int = 1) -> Survey:
     """Looks at all conversations, and guesses the language of one in `every`."""
     found = Survey()
-    for number, conversation in enumerate(conversations):
+    well_formed = (conversation for conversation in conversations if conversation.malformed is None)
+    for number, conversation in enumerate(well_formed):
         found.conversations += 1
         messages = conversation.messages or []
         answers = [message for message in messages if message["role"] == "assistant"]

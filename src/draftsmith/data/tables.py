@@ -2,7 +2,8 @@
 
 The name of a table is a hash of everything that decides its content: the bytes of the data file and how they are read,
 the tokenizer, the chat template and its options, the stop tokens, the versions of the libraries that render and
-tokenise, and the source code of this room. Nothing is looked up by path or time, so a table cannot be stale. How rows
+tokenise, and the source code that reads and tokenises. Nothing is looked up by path or time, so a table cannot be
+stale; a file that was written to between being hashed and being read is read again. How rows
 are cut from it (S, what is too long, weights, the held-out share) is no part of it: changing those tokenises nothing
 again, and a new file tokenises only itself.
 
@@ -31,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +40,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from draftsmith.data import conversation as conversation_module
-from draftsmith.data import formats, layouts, turns
+from draftsmith.data import conversations as conversations_module
+from draftsmith.data import formats, layouts, problems, turns
 from draftsmith.data import template as template_module
 from draftsmith.data.conversation import Conversation
 from draftsmith.data.conversations import read_file
@@ -53,7 +55,14 @@ _BATCH = 512  # conversations tokenised at one time …
 _BATCH_CHARACTERS = 4_000_000  # … unless they are long
 _FORMAT = 1
 _HASHED = 8 << 20
+_TRIES = 3  # for a file that somebody is writing
 _ARRAYS = ("starts_D", "number_D", "conversation_D", "keys_C", "used_ids")
+
+_State = tuple[int, ...] | None
+
+# What decides the content of a table beside its file: every module that reads, renders or tokenises, and the libraries.
+_SOURCES = (conversation_module, conversations_module, formats, layouts, problems, template_module, turns)
+_READ_WITH = ("jinja2", "pyarrow", "tokenizers", "transformers")
 
 
 @dataclass(frozen=True)
@@ -129,17 +138,26 @@ class TableCache:
             progress: called with the number of its conversations read so far, after every batch.
 
         Raises:
-            UserError: the file is missing or broken, the template is invalid, or the cache cannot be written.
+            UserError: the file is missing, broken or changes all the time, the template is invalid, or the cache cannot
+                be written.
         """
-        key = self._key(file)
-        found = _open(self.folder / key)
-        if found is None:
-            found = self._make(key, file, progress)
-        elif progress is not None:
-            progress(found.facts["conversations"])
-        return found
+        for _ in range(_TRIES):
+            before = _state(file.path)
+            key = self._key(file)
+            found = _open(self.folder / key)
+            if found is not None:
+                if progress is not None:
+                    progress(found.facts["conversations"])
+                return found
+            found = self._make(key, file, before, progress)
+            if found is not None:
+                return found
+        raise UserError("changes while it is read", where=file.name, fix="wait until it is written")
 
-    def _make(self, key: str, file: DataFile, progress: Callable[[int], None] | None) -> TokenTable:
+    def _make(
+        self, key: str, file: DataFile, before: _State, progress: Callable[[int], None] | None
+    ) -> TokenTable | None:
+        """Builds the table of this key; None if the file is no longer the one that was hashed."""
         folder = self.folder / key
         with _lock(self.folder, key):
             found = _open(folder)  # another process was faster
@@ -149,6 +167,8 @@ class TableCache:
                 new = Path(tempfile.mkdtemp(prefix=f"{key}.new-", dir=self.folder))
                 try:
                     _TableWriter(new, self.tokeniser.fresh()).write(file, key, progress)
+                    if _state(file.path) != before and self._key(file) != key:
+                        return None
                     if folder.exists():
                         shutil.rmtree(folder)  # damaged: it could not be opened
                     new.rename(folder)
@@ -173,6 +193,15 @@ class TableCache:
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
+def _state(path: Path) -> _State:
+    """What the system changes with every write to a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def hash_file(path: Path, name: str) -> str:
     """Hash of a file's bytes.
 
@@ -195,7 +224,7 @@ def _what_tokenises(tokeniser: Tokeniser) -> dict[str, Any]:
     """Everything but the file that decides a table."""
     template = tokeniser.template or getattr(tokeniser.tokenizer, "chat_template", None)
     sources = hashlib.sha256()
-    for module in (conversation_module, formats, layouts, template_module, turns):
+    for module in _SOURCES:
         assert module.__file__ is not None
         sources.update(Path(module.__file__).read_bytes())
     sources.update(Path(__file__).read_bytes())
@@ -205,11 +234,19 @@ def _what_tokenises(tokeniser: Tokeniser) -> dict[str, Any]:
         "template": template,
         "options": tokeniser.options,
         "stop_ids": list(tokeniser.stop_ids),
-        "versions": {name: version(name) for name in ("jinja2", "tokenizers", "transformers")},
+        "versions": {name: _version(name) for name in _READ_WITH},
         "sources": sources.hexdigest(),
         # Such a template renders another text tomorrow.
         "date": time.strftime("%Y-%m-%d") if "strftime_now" in str(template) else None,
     }
+
+
+def _version(package: str) -> str | None:
+    """Installed version; None for pyarrow where it is missing: only tables and zstandard need it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
@@ -294,8 +331,8 @@ class _TableWriter:
                         incidents.write(json.dumps(incident) + "\n")
                     self._documents(number, conversation, tokenised, tokens, mask)
                 self.read += len(batch)
-                self.plain_text += sum(conversation.messages is None for conversation in batch)
-                self.layouts.update(conversation.layout for conversation in batch)
+                self.plain_text += sum(each.text is not None for each in batch)
+                self.layouts.update(each.layout for each in batch if each.malformed is None)
                 if progress is not None:
                     progress(self.read)
             for opened in (tokens, mask, incidents):

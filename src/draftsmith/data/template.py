@@ -36,6 +36,7 @@ from draftsmith.data.conversation import Conversation
 from draftsmith.data.problems import (
     CROSSES_END,
     CROSSES_START,
+    MALFORMED,
     NO_ANCHOR,
     NO_ASSISTANT,
     NO_END,
@@ -185,6 +186,8 @@ class Tokeniser:
 
     def _plan(self, conversation: Conversation) -> _Plan:
         source = conversation.source
+        if conversation.malformed is not None:
+            return _Plan(source, Problem(MALFORMED, conversation.malformed))
         if conversation.problem is not None:
             return _Plan(source, Problem(NOT_TEXT, conversation.problem))
         if conversation.text is not None:

@@ -5,6 +5,7 @@ from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, PromptLookupProposer, Proposer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import Decoded, decode
+from draftsmith.decode.static import StaticRounds
 
 __all__ = [
     "Answer",
@@ -16,6 +17,7 @@ __all__ = [
     "PromptLookupProposer",
     "Proposer",
     "Sampling",
+    "StaticRounds",
     "Tie",
     "decode",
     "evaluate",

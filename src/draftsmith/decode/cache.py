@@ -9,6 +9,10 @@ Sliding layers keep their whole past, so that rejected tokens can be taken back;
 `window - 1` columns and the new ones. Unwritten columns are zero and stale ones are finite: a masked column weighs
 exactly nothing.
 
+A cache of one row can be fixed: `fixed` names, as tensors, where the next tokens go, and the model is shown all columns
+up to a constant one, so that shapes and addresses are the same in every forward; a mask by position has to hide the
+rest. Then a forward can be captured once and replayed at any length.
+
 Recurrent layers (gated delta nets, short convolutions) keep one state that stands behind all tokens read: it cannot be
 cut back. `snapshot` copies it and `restore` puts the copy back; what was read since must then be read again. Only a
 cache of one row may hold such layers.
@@ -16,6 +20,8 @@ cache of one row may hold such layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +53,8 @@ class DecodeLayer(CacheLayerMixin):
         self.first = 0
         self.length = 0
         self.all_keys = self.all_values = torch.empty(0)
+        self.places_L: Tensor | None = None
+        self.shown = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers in the dtype and on the device of the first keys."""
@@ -59,6 +67,10 @@ class DecodeLayer(CacheLayerMixin):
         """Appends [live rows, kv_heads, new, head_dim] and returns the columns that the new tokens may see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.places_L is not None:
+            self.all_keys.index_copy_(2, self.places_L, key_states)
+            self.all_values.index_copy_(2, self.places_L, value_states)
+            return self.all_keys[:, :, : self.shown], self.all_values[:, :, : self.shown]
         live, new = key_states.shape[0], key_states.shape[2]
         end = self.first + self.length
         assert end + new <= self.columns, f"{end} + {new} tokens in a cache of {self.columns}"
@@ -74,11 +86,14 @@ class DecodeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns shown, number of the first one), asked for before `update`."""
+        if self.places_L is not None:
+            return self.shown, 0
         hidden = self._hidden()
         return self.length + query_length - hidden, hidden
 
     def get_seq_length(self) -> int:
-        return self.length
+        # A number would be frozen into a captured forward. A model that needs one must not seem to get along without.
+        return self.length if self.places_L is None else 0
 
     def get_max_length(self) -> int:
         return -1
@@ -111,7 +126,7 @@ class DecodeCache(Cache):
             attention_windows(config)
         layers: list[Any] = [
             LinearAttentionLayer() if kind in RECURRENT else DecodeLayer(rows, columns, window)
-            for kind, window in _kinds_and_windows(config)
+            for kind, window in kinds_and_windows(config)
         ]
         self.past = [layer for layer in layers if isinstance(layer, DecodeLayer)]
         self.states = [layer for layer in layers if not isinstance(layer, DecodeLayer)]
@@ -151,6 +166,17 @@ class DecodeCache(Cache):
         """Makes the model see `length` columns from `first`."""
         for layer in self.past:
             layer.first, layer.length = first, length
+
+    @contextmanager
+    def fixed(self, places_L: Tensor, shown: int) -> Iterator[None]:
+        """Within it, L new tokens go to columns `places_L` (int64 [L]) and the model sees the first `shown` columns."""
+        for layer in self.past:
+            layer.places_L, layer.shown = places_L, shown
+        try:
+            yield
+        finally:
+            for layer in self.past:
+                layer.places_L = None
 
     def crop_to(self, length: int) -> None:
         """Keeps the first `length` columns shown."""
@@ -198,7 +224,7 @@ def attention_windows(config: Any) -> list[int | None]:
     Raises:
         UserError: a layer is neither full nor sliding attention.
     """
-    pairs = _kinds_and_windows(config)
+    pairs = kinds_and_windows(config)
     recurrent = sorted({kind for kind, _ in pairs} & set(RECURRENT))
     if recurrent:
         raise UserError(
@@ -209,7 +235,7 @@ def attention_windows(config: Any) -> list[int | None]:
     return [window for _, window in pairs]
 
 
-def _kinds_and_windows(config: Any) -> list[tuple[str, int | None]]:
+def kinds_and_windows(config: Any) -> list[tuple[str, int | None]]:
     """(kind, window) of every layer that has a memory of its own."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)

@@ -17,7 +17,7 @@ from rich.text import Text
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.proposers import DrafterProposer
-from draftsmith.decode.speculative import Decoded, decode
+from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 
 # Slot 1, 2, …: from warm to cold, because a late slot that stands is the rarer thing. The target's own words are plain.
@@ -43,6 +43,7 @@ class Chat:
         block_size: slots at decoding; none: as trained.
         sampling: temperature, top_k, top_p and seed, as `decode` takes them.
         template_options: passed to the chat template.
+        rounds: how rounds are run; none: as captured graphs where that is possible.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Chat:
         block_size: int | None = None,
         sampling: dict[str, Any] | None = None,
         template_options: dict[str, Any] | None = None,
+        rounds: StaticRounds | None = None,
     ) -> None:
+        self.rounds = StaticRounds(target) if rounds is None else rounds
         self._target, self._drafter = target, drafter
         self._options, self._sampling, self._limit = template_options, sampling or {}, max_new_tokens
         self.messages: list[dict[str, Any]] = []
@@ -105,6 +108,7 @@ class Chat:
                 max_new_tokens=min(self._limit, room),
                 stop_ids=stops,
                 on_round=listen,
+                rounds=self.rounds,
                 **self._sampling,
             )
         finally:

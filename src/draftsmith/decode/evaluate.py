@@ -8,7 +8,8 @@ machine that slows down slows both; one short answer of each beforehand takes th
   the mean of the answers' own τ ("per response"), which other harnesses report.
 - Acceptance by slot: share of the blocks that drafted slot k in which slots 1..k all stood. Without clipping,
   τ = 1 + the sum over slots.
-- Speed-up: ratio of the mean time per output token, prefill excluded.
+- Speed-up: ratio of the mean time per output token, prefill excluded. All three run their rounds in the same way:
+  as captured graphs (`static`), or all eagerly.
 - Lossless: in float32 the drafter's answers equal the baseline's token for token. In bfloat16 a block and a single
   token run different kernels, so near-ties of the argmax flip; then every token of the drafter's answer has to be the
   target's argmax under teacher forcing or to lie within `Tie.tolerance` of it. Each such tie is listed.
@@ -38,6 +39,7 @@ from draftsmith.decode.speculative import (
     GreedyProposer,
     PromptLookupProposer,
     Proposer,
+    StaticRounds,
     decode,
 )
 from draftsmith.errors import UserError
@@ -119,6 +121,7 @@ class Evaluation:
         distribution: that test; None for greedy answers.
         exact_answers: answers that equal the baseline's token for token.
         ties: empty in a lossless float32 evaluation.
+        way: how rounds were run, one line for people.
         decoded, baseline, lookup: the runs themselves, by prompt.
     """
 
@@ -130,6 +133,7 @@ class Evaluation:
     distribution: DistributionTest | None
     exact_answers: int
     ties: list[Tie]
+    way: str
     setting: dict[str, Any]
     decoded: list[Decoded] = field(repr=False)
     baseline: list[Decoded] = field(repr=False)
@@ -171,6 +175,7 @@ def evaluate(
     top_p: float = 1.0,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    rounds: StaticRounds | None = None,
 ) -> Evaluation:
     """Decodes every prompt with and without `drafter`.
 
@@ -181,6 +186,7 @@ def evaluate(
         stop_ids: none: the target's own.
         block_size: slots at decoding; none: as trained.
         progress: called with (prompts done, prompts).
+        rounds: how rounds are run, of all three proposers alike; none: as captured graphs where that is possible.
 
     Raises:
         UserError: no prompts, or see `decode`.
@@ -192,6 +198,7 @@ def evaluate(
     slots = proposer.block_size
     lookup_proposer = PromptLookupProposer(max(2, slots))
     plain = GreedyProposer()
+    rounds = StaticRounds(target) if rounds is None else rounds
 
     def answer(prompt: Sequence[int], by: Proposer, limit: int = max_new_tokens, index: int = 0) -> Decoded:
         return decode(
@@ -204,6 +211,7 @@ def evaluate(
             top_k=top_k,
             top_p=top_p,
             seed=seed + index,  # random numbers of its own for every prompt
+            rounds=rounds,
         )
 
     proposers: list[Proposer] = [proposer, plain, lookup_proposer]
@@ -243,6 +251,7 @@ def evaluate(
         distribution=distribution,
         exact_answers=sum(exact),
         ties=ties,
+        way=rounds.line(),
         setting={
             "block_size": slots,
             "max_new_tokens": max_new_tokens,
@@ -255,6 +264,7 @@ def evaluate(
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "matmul_precision": torch.get_float32_matmul_precision(),
+            **rounds.facts(),
         },
         decoded=decoded,
         baseline=baseline,
@@ -263,7 +273,11 @@ def evaluate(
 
 
 def take_turns(
-    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
+    target: Any,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    template_options: dict[str, Any] | None = None,
+    rounds: StaticRounds | None = None,
 ) -> list[Prompt]:
     """Every turn of multi-turn prompts as a prompt of its own, the target's own greedy answers between them.
 
@@ -274,7 +288,8 @@ def take_turns(
 
     def answer(prompt: Prompt) -> str:
         ids = encode_prompts([prompt], target.tokenizer, template_options)[0]
-        said = decode(target, ids, GreedyProposer(), max_new_tokens=max_new_tokens, stop_ids=stops).tokens
+        plain = GreedyProposer()
+        said = decode(target, ids, plain, max_new_tokens=max_new_tokens, stop_ids=stops, rounds=rounds).tokens
         return target.tokenizer.decode([token for token in said if token not in stops])
 
     return ask_in_turn(prompts, answer)

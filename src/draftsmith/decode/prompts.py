@@ -132,6 +132,15 @@ def ask_in_turn(prompts: Sequence[Prompt], answer: Callable[[Prompt], str]) -> l
     return asked
 
 
+def later_turns(prompts: Sequence[Prompt], where: str) -> str:
+    """What to tell where only first turns are answered; "" if no prompt has further ones."""
+    count = sum(bool(prompt.later) for prompt in prompts)
+    turns = sum(len(prompt.later) for prompt in prompts)
+    if not count:
+        return ""
+    return f"{where}: {count} prompts have {turns} further turns, which are not asked here: only the first is answered"
+
+
 def has_template(tokenizer: Any) -> bool:
     """Whether prompts are set in a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))

@@ -77,26 +77,26 @@ class DrafterProposer:
             raise UserError(f"block size {block_size} is outside 1..{trained}", where="block size of the drafter")
         self.block_size = block_size or trained
         self.taps = tuple(drafter.spec.taps) if self.block_size > 1 else ()
-        self._drafter, self._head = drafter, head
+        self.drafter, self.head = drafter, head
         self._cache: Any = None
         self._position = 0
 
     def start(self, max_length: int, device: torch.device, sampling: Sampling, generator: torch.Generator) -> None:
-        dtype = next(self._drafter.parameters()).dtype
-        self._cache = self._drafter.new_cache(max_length, device, dtype)
+        dtype = next(self.drafter.parameters()).dtype
+        self._cache = self.drafter.new_cache(max_length, device, dtype)
         self._sampling, self._generator, self._position = sampling, generator, 0
-        self._block = torch.full((self.block_size,), self._drafter.spec.mask_token_id, device=device)
+        self._block = torch.full((self.block_size,), self.drafter.spec.mask_token_id, device=device)
 
     def observe(self, features_LF: Tensor, start: int) -> None:
-        self._drafter.extend(self._cache, features_LF, start)
+        self.drafter.extend(self._cache, features_LF, start)
         self._position = start + features_LF.shape[0]
 
     def logits(self, tokens: list[int], width: int) -> Tensor:
         """[width-1, V] of slots 1..width-1 of a block whose slot 0 is `tokens[-1]`."""
         self._block[0] = tokens[-1]
-        embeddings_bH = self._head.embed(self._block[:width])
-        hidden_bH = self._drafter.draft(self._cache, embeddings_bH, self._position)
-        return self._head.logits(hidden_bH[1:])
+        embeddings_bH = self.head.embed(self._block[:width])
+        hidden_bH = self.drafter.draft(self._cache, embeddings_bH, self._position)
+        return self.head.logits(hidden_bH[1:])
 
     def propose(self, tokens: list[int], width: int) -> tuple[Tensor, Tensor | None]:
         logits = self.logits(tokens, width)

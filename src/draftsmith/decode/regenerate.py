@@ -33,6 +33,7 @@ from draftsmith.config import DataSource
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.places import find_files
 from draftsmith.data.tables import hash_file
+from draftsmith.decode.calls import find_call_opening
 from draftsmith.decode.dialogue import Dialogue, is_empty, make_dialogue
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import generate
@@ -170,8 +171,9 @@ async def _from_server(
     listener: Listener | None,
 ) -> RegenerateReport:
     async with server:
-        facts = {"server": server.url, "model": server.model}
-        with _Work(entries, output, sampling, facts, server.model, limit, listener) as work:
+        # The same model may be served elsewhere tomorrow: the address is noted, and decides nothing.
+        facts, noted = {"model": server.model}, {"server": server.url}
+        with _Work(entries, output, sampling, facts, server.model, limit, listener, noted) as work:
             work.traffic = lambda: (server.traffic.requests, server.traffic.again)
             waiting = work.waiting()
             try:
@@ -274,8 +276,10 @@ class _Work:
         model: str,
         limit: int | None,
         listener: Listener | None,
+        noted: dict[str, Any] | None = None,
     ) -> None:
         self.report = RegenerateReport(output)
+        self._noted = noted
         self.traffic: Callable[[], tuple[int, int]] | None = None
         self._entries, self._limit, self._model = entries, limit, model
         self._listener = listener
@@ -293,7 +297,7 @@ class _Work:
 
     def __enter__(self) -> _Work:
         output = self.report.output
-        self._contexts = [open_output(output, self._facts)]
+        self._contexts = [open_output(output, self._facts, noted=self._noted)]
         self._lines: OutputLines = self._contexts[0].__enter__()
         turns = open_output(Path(f"{output}.turns.jsonl"), self._facts, self._found_turn)
         try:
@@ -354,6 +358,8 @@ class _Work:
         report.uncounted += answer["tokens"] is None
         report.tokens += answer["tokens"] or 0
         self._in_a_row = 0
+        if not dialogue.ended:
+            self._tell()
 
     def finished(self, dialogue: Dialogue) -> None:
         """Writes a conversation that has all its answers."""
@@ -408,7 +414,7 @@ class _Work:
                 "step": report.found + here,
                 "steps": report.conversations,
                 "tokens_per_second": report.tokens / max(seconds, 1e-9),
-                "eta_seconds": seconds / here * (report.conversations - report.found - here),
+                "eta_seconds": seconds / here * (report.conversations - report.found - here) if here else None,
             }
         )
 
@@ -420,27 +426,38 @@ def regenerate_from_target(
     sampling: Sampling,
     *,
     identity: dict[str, Any],
+    chat_template: str | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
     listener: Listener | None = None,
 ) -> RegenerateReport:
     """The same with a target in this process: all first answers of some thousand conversations, then all second ones.
 
+    An answer that calls a tool (`calls`) ends its conversation, as with a server.
+
     Args:
-        target: loaded, with a chat template.
+        target: loaded.
         identity: what makes the target this one, for the record.
+        chat_template: Jinja source; None: the tokenizer's own.
         batch_size: answers at a time; by default what fits.
 
     Raises:
         UserError: as `regenerate_from_server`, or what `generate` refuses.
     """
+    if chat_template is not None:
+        target.tokenizer.chat_template = chat_template
     if not has_template(target.tokenizer):
         raise UserError("the tokenizer has no chat template, so there are no turns to answer", where="target")
     if sampling.extra:
         raise UserError("only a server takes more keys", where="--extra")
     stops = stop_ids_of(target)
+    calls = find_call_opening(target.tokenizer, sampling.template_options)
     name = str(identity.get("path", "target"))
-    with _Work(entries, Path(output), sampling, {"target": identity}, name, limit, listener) as work:
+    facts = {
+        "target": identity,
+        "chat_template": hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest(),
+    }
+    with _Work(entries, Path(output), sampling, facts, name, limit, listener) as work:
         waiting = work.waiting()
         while round_ := list(islice(waiting, _ROUND)):
             going = {dialogue.index: dialogue for dialogue in round_}
@@ -463,8 +480,11 @@ def regenerate_from_target(
                     text = target.tokenizer.decode(
                         tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
                     )
+                    # Its text is kept as it was written, call and all: that is what the template would render.
+                    calling = answer.finish_reason == "stop" and bool(dialogue.tools) and calls.opens(text)
                     message = {"role": "assistant", "content": text}
-                    kept = {"message": message, "finish_reason": answer.finish_reason, "tokens": len(answer.tokens)}
+                    reason = "tool_calls" if calling else answer.finish_reason
+                    kept = {"message": message, "finish_reason": reason, "tokens": len(answer.tokens)}
                     work.answered(dialogue, kept)
                     if dialogue.ended:
                         work.finished(dialogue)

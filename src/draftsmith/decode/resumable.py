@@ -64,13 +64,16 @@ class OutputLines:
 
 
 @contextmanager
-def open_output(path: Path, facts: dict[str, Any], found: Found | None = None) -> Iterator[OutputLines]:
+def open_output(
+    path: Path, facts: dict[str, Any], found: Found | None = None, noted: dict[str, Any] | None = None
+) -> Iterator[OutputLines]:
     """Opens an output of the work described by `facts`, new or continued, and holds its lock.
 
     Args:
         path: the file.
         facts: what the work is, as JSON can hold it.
         found: gets every record that is there already.
+        noted: written down beside `facts` and not compared: it does not decide what comes out.
 
     Raises:
         UserError: the output holds something else, is in use, or cannot be written.
@@ -85,7 +88,7 @@ def open_output(path: Path, facts: dict[str, Any], found: Found | None = None) -
         raise unwritable(path, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_facts(meta, facts, path)
+        _check_facts(meta, facts, noted or {}, path)
         yield OutputLines(path, descriptor, found)
     except BlockingIOError:
         raise UserError("another process is writing it", where=str(path), fix="wait for it or stop it") from None
@@ -95,12 +98,12 @@ def open_output(path: Path, facts: dict[str, Any], found: Found | None = None) -
         os.close(descriptor)
 
 
-def _check_facts(meta: Path, facts: dict[str, Any], path: Path) -> None:
+def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path: Path) -> None:
     """Writes down what the work is, or compares with what stands there."""
     facts = json.loads(json.dumps(facts))
     if not meta.exists():
         aside = Path(f"{meta}.new")
-        aside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        aside.write_text(json.dumps({**facts, **noted}, indent=1), encoding="utf-8")
         os.replace(aside, meta)
         return
     try:

@@ -13,61 +13,37 @@ Targets with recurrent layers: their state is copied before a block is checked a
 tokens that stood are then read again, together with the next block, so most rounds stay one forward. When as many wait
 as a block has slots, they are read by a forward of their own and the copy moves on.
 
+With `rounds` the same rounds run as captured graphs (`static`); this loop is their slow twin.
+
 Near the length limit blocks shrink, and no block is drafted past it, as in the reference decoder.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.cache import DecodeCache
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, PromptLookupProposer, Proposer
-from draftsmith.decode.sampling import Sampling, accept_drafts, draw
+from draftsmith.decode.rounds import Decoded, FinishReason, Stopwatch, check_block, check_request, settle
+from draftsmith.decode.sampling import Sampling, draw
+from draftsmith.decode.static import StaticRounds
 from draftsmith.decode.view import View
-from draftsmith.errors import UserError
 
-__all__ = ["Decoded", "DrafterProposer", "GreedyProposer", "PromptLookupProposer", "Proposer", "decode"]
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass
-class Decoded:
-    """One answer and what it cost.
-
-    Attributes:
-        tokens: the answer, the stop token included; the first one comes from the prefill.
-        finish_reason: "stop" at a stop token, "length" at `max_new_tokens`.
-        accepted_per_round: tokens emitted by each target forward after the prefill, the target's own included, clipped
-            at stop token and limit. Their sum is `len(tokens) - 1`, their mean is τ.
-        drafted_per_round: drafts that each of these forwards checked, those behind a stop token left out.
-        stood_per_round: how many of those were accepted.
-        seconds: of all rounds, prefill excluded.
-        draft_seconds: the proposer's part of it.
-        target_seconds: the target's forwards in it; what is left is the check, the cache and the loop.
-        prefill_seconds: target prefill, first token, and the proposer's reading of the prompt.
-    """
-
-    tokens: list[int]
-    finish_reason: FinishReason
-    accepted_per_round: list[int] = field(default_factory=list)
-    drafted_per_round: list[int] = field(default_factory=list)
-    stood_per_round: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-
-    @property
-    def target_forwards(self) -> int:
-        """Target forwards after the prefill."""
-        return len(self.accepted_per_round)
+__all__ = [
+    "Decoded",
+    "DrafterProposer",
+    "FinishReason",
+    "GreedyProposer",
+    "PromptLookupProposer",
+    "Proposer",
+    "StaticRounds",
+    "check_request",
+    "decode",
+]
 
 
 @torch.inference_mode()
@@ -83,6 +59,7 @@ def decode(
     top_p: float = 1.0,
     seed: int = 0,
     on_round: Callable[[list[int], int], None] | None = None,
+    rounds: StaticRounds | None = None,
 ) -> Decoded:
     """Answers one prompt; see the module's docstring.
 
@@ -92,12 +69,18 @@ def decode(
         stop_ids: tokens that end the answer.
         on_round: gets the tokens that each target forward emitted, the prefill's first one included, and how many of
             them were drafts; the drafts come first, in slots 1, 2, …
+        rounds: runs the rounds on static shapes where the target lets it, kept from answer to answer; none: eager.
 
     Raises:
         UserError: empty prompt, no room for an answer, sampling out of range, or a target that cannot be cut back.
     """
     prompt, stops, sampling = list(prompt_ids), frozenset(stop_ids), Sampling(temperature, top_k, top_p)
     check_request(prompt, max_new_tokens)
+    if rounds is not None:
+        assert rounds.target is target
+        done = rounds.answer(prompt, proposer, len(prompt) + max_new_tokens, stops, sampling, seed, on_round)
+        if done is not None:
+            return done
     device = torch.device(target.device)
     generator = torch.Generator(device).manual_seed(seed)
     limit = len(prompt) + max_new_tokens
@@ -153,22 +136,13 @@ def decode(
                 state.remember()
             logits = run(checked, start - behind, width)
             watch.end_part()
-            emitted, stood = _check(drafts, draft_probs, logits, sampling, generator)
-
-            emitted = emitted[: limit - len(tokens)]
-            stop = next((k for k, token in enumerate(emitted) if token in stops), None)
-            if stop is not None:
-                del emitted[stop + 1 :]
-                answer.finish_reason = "stop"
-            tokens += emitted
+            emitted, stood = check_block(drafts, draft_probs, logits, sampling, generator)
+            emitted = settle(answer, tokens, emitted, stood, width, limit, stops)
             cache.crop_to(len(tokens) - 1)
             if len(tokens) - 1 == start + width:
                 state.moved_to(start + width)
             else:
                 state.forget_block()
-            answer.accepted_per_round.append(len(emitted))
-            answer.drafted_per_round.append(width - 1 if stop is None else min(width - 1, len(emitted)))
-            answer.stood_per_round.append(min(stood, len(emitted)))
             if on_round is not None:
                 on_round(emitted, answer.stood_per_round[-1])
             if proposer.taps and width > 1:
@@ -209,74 +183,3 @@ class _RecurrentState:
         if self.exists:
             assert self._copy is not None, "a draft was rejected, and the state before it was not kept"
             self._cache.restore(self._copy)
-
-
-def check_request(prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Refuses what no decoder can answer.
-
-    Raises:
-        UserError: empty prompt or no room for an answer.
-    """
-    if not prompt:
-        raise UserError("the prompt holds no tokens", where="prompt", fix="give at least a beginning-of-text token")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens} leaves no room for an answer", where="decoding")
-
-
-def _check(
-    drafts: Tensor, draft_probs: Tensor | None, logits: Tensor, sampling: Sampling, generator: torch.Generator
-) -> tuple[list[int], int]:
-    """(tokens that the block emits, drafts accepted), from the target's logits [b, V]; one transfer to the host."""
-    if sampling.greedy:
-        host = torch.cat((drafts, logits.argmax(-1))).tolist()
-        proposed, chosen = host[: drafts.shape[0]], host[drafts.shape[0] :]
-        stood = 0
-        while stood < len(proposed) and proposed[stood] == chosen[stood]:
-            stood += 1
-        return chosen[: stood + 1], stood
-    target_probs = sampling.probabilities(logits)
-    if draft_probs is None:
-        draft_probs = torch.zeros_like(target_probs[:-1]).scatter_(-1, drafts[:, None], 1.0)
-    accepted, own = accept_drafts(drafts, draft_probs, target_probs, generator)
-    *proposed, stood, last = torch.cat((drafts, torch.stack((accepted, own)))).tolist()
-    return [*proposed[:stood], last], stood
-
-
-class Stopwatch:
-    """Seconds of a span, and of named parts within it, without making a GPU wait inside the span."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._parts: list[tuple[str, Any, Any]] = []
-
-    def start(self) -> None:
-        self._begin = self._now()
-
-    def stop(self) -> float:
-        """Seconds since `start`; waits for the device."""
-        return self._now() - self._begin
-
-    def begin_part(self, name: str) -> None:
-        self._name, self._opened = name, self._mark()
-
-    def end_part(self) -> None:
-        self._parts.append((self._name, self._opened, self._mark()))
-
-    def part(self, name: str) -> float:
-        """Seconds of all parts of that name; on a GPU those of its stream, so call it after `stop`."""
-        spans = [(begin, end) for part, begin, end in self._parts if part == name]
-        if self._device is None:
-            return sum(end - begin for begin, end in spans)
-        return sum(begin.elapsed_time(end) for begin, end in spans) / 1000
-
-    def _now(self) -> float:
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def _mark(self) -> Any:
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event

@@ -23,6 +23,8 @@ import torch
 from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
+from draftsmith.target import fp8
+from draftsmith.target.quantised import install_line, method_of
 from draftsmith.target.source import read_config
 
 LINEAR = "linear_attention"
@@ -51,7 +53,7 @@ _SMALL = {
 
 def check(config: RunConfig) -> list[Finding]:
     """Findings about the drafter's and the target's fast paths under this config."""
-    findings = [*_drafter(config)]
+    findings = [*_drafter(config), *_precision(config)]
     text = read_config(config.target).get_text_config(decoder=True)
     kinds = list(getattr(text, "layer_types", None) or ())
     findings += _target_attention(text, _target_device(config))
@@ -79,6 +81,20 @@ def _drafter(config: RunConfig) -> Iterator[Finding]:
         yield Finding("drafter attention", "bad", f"a compiled function does not run compiled: {problem}")
     else:
         yield Finding("drafter attention", "ok", "flex, compiled; a tiny compiled function was seen to run compiled")
+
+
+def _precision(config: RunConfig) -> Iterator[Finding]:
+    """Whether weights that come quantised have what they need, and whether fp8 can run where it is asked for."""
+    method = method_of(read_config(config.target))
+    if method:
+        mend = install_line(method)
+        lacks = "packages are missing" if mend else "runs as it is, its layers uncompiled"
+        yield Finding("target weights", "bad" if mend else "ok", f"quantised ({method}): {lacks}", mend)
+    if config.target.precision == "fp8":
+        dtype = torch.float32 if config.target.dtype == "float32" else torch.bfloat16
+        why = fp8.missing(_target_device(config), dtype)
+        text = f"fp8 is not possible: {why}" if why else "fp8: a small row-wise product came out right"
+        yield Finding("target precision", "bad" if why else "ok", text, "target.precision=full" if why else "")
 
 
 def _target_attention(text: Any, device: torch.device) -> Iterator[Finding]:

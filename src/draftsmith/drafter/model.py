@@ -11,8 +11,10 @@ the features of accepted tokens, and `draft`s one block from it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.blocks import LayerKind
-from draftsmith.drafter.attention import DenseMask, LayerMasks, attend
+from draftsmith.drafter.attention import DenseMask, LayerMasks, attend, flex_options
 from draftsmith.drafter.rope import rotary_tables, rotate
 from draftsmith.drafter.spec import DrafterSpec
 
 Rotary = tuple[Tensor, Tensor]
+_SEED_STRIDE = 1_000_003  # more than a drafter has parameters: no two seeds share a generator
+_DRAWING_THREADS = 8
 
 
 class Norm(nn.Module):
@@ -48,6 +52,7 @@ class Attention(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        self.flex_options: dict[str, Any] = {}
         self.q_proj = nn.Linear(spec.hidden_size, spec.heads * spec.head_dim, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
@@ -96,19 +101,32 @@ class Layer(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(
-        self, hidden_QH: Tensor, context_SH: Tensor, slots: Rotary, context: Rotary, mask: BlockMask | DenseMask
+        self,
+        hidden_QH: Tensor,
+        context_SH: Tensor,
+        slots: Rotary,
+        context: Rotary,
+        mask: BlockMask | DenseMask,
+        without_anchors: int = 0,
     ) -> Tensor:
+        """[Q, H] from [Q, H]; with `without_anchors`, the block size, slots 1 to B-1 of each block come out."""
         x = self.input_layernorm(hidden_QH)
         key_S, value_S = self.self_attn.keys_values(context_SH, context)
         key_Q, value_Q = self.self_attn.keys_values(x, slots)
         key, value = torch.cat((key_S, key_Q), dim=1), torch.cat((value_S, value_Q), dim=1)
-        attended = attend(self.self_attn.queries(x, slots), key, value, mask)
+        attended = attend(self.self_attn.queries(x, slots), key, value, mask, self.self_attn.flex_options)
+        if without_anchors:
+            attended = attended.unflatten(1, (-1, without_anchors))[:, :, 1:].flatten(1, 2)
+            hidden_QH = hidden_QH.unflatten(0, (-1, without_anchors))[:, 1:].flatten(0, 1)
         hidden_QH = hidden_QH + self.self_attn.output(attended)
         return hidden_QH + self.mlp(self.post_attention_layernorm(hidden_QH))
 
 
 class DraftCache:
     """Context K and V of every layer while decoding, [layers, kv_heads, length, D], allocated once.
+
+    Tokens enter in two steps: `open_context` or `open_block` says where they stand, `write` stores one layer's K and V
+    there. `attend` is then the attention of the block that was opened.
 
     Attributes:
         used: context tokens held.
@@ -123,8 +141,41 @@ class DraftCache:
         self.cos, self.sin = rotary_tables(positions, spec.head_dim, spec.rope_theta, dtype)
         self.used = 0
 
-    def rotary(self, start: int, end: int) -> Rotary:
-        return self.cos[start:end], self.sin[start:end]
+    def open_context(self, start: int, length: int) -> Rotary:
+        """Rotary tables of context tokens start..start+length-1; what was held from `start` on is forgotten."""
+        assert start <= self.used, f"context has a hole: {self.used} tokens held, extended at {start}"
+        self.used = start + length
+        return self._open(start, length)
+
+    def open_block(self, start: int, width: int) -> Rotary:
+        """Rotary tables of a block whose slot 0 stands at `start`, right behind the context."""
+        assert start == self.used, f"a block at {start} needs exactly that much context, the cache holds {self.used}"
+        self._masks: dict[LayerKind, Tensor | None] = {}
+        return self._open(start, width)
+
+    def _open(self, start: int, count: int) -> Rotary:
+        self._places = slice(start, start + count)
+        return self.cos[self._places], self.sin[self._places]
+
+    def write(self, index: int, key: Tensor, value: Tensor) -> None:
+        """Stores K and V [kv_heads, count, D] of layer `index` where the opened tokens stand."""
+        self.keys[index, :, self._places] = key
+        self.values[index, :, self._places] = value
+
+    def attend(self, index: int, kind: LayerKind, query: Tensor) -> Tensor:
+        """[heads, b, D] from queries [heads, b, D] of the opened block in layer `index`."""
+        start, end = self._places.start, self._places.stop
+        # Keys older than the window of slot 0 are seen by no slot.
+        first = 0 if kind.window is None else max(0, start - kind.window + 1)
+        if kind not in self._masks:
+            self._masks[kind] = _block_mask(kind, start, end - start, first, query.device)
+        return F.scaled_dot_product_attention(
+            query[None],
+            self.keys[None, index, :, first:end],
+            self.values[None, index, :, first:end],
+            attn_mask=self._masks[kind],
+            enable_gqa=query.shape[0] != self.keys.shape[1],
+        )[0]
 
 
 class DraftModel(nn.Module):
@@ -147,7 +198,7 @@ class DraftModel(nn.Module):
         block_positions_Q: Tensor,
         masks: LayerMasks,
     ) -> Tensor:
-        """Hidden states [Q, H] after the final norm, for all blocks of one row.
+        """Hidden states [Q, H] after the final norm, for all blocks of one row; zeros in slot 0.
 
         Args:
             features_SF: concatenated taps of the row.
@@ -155,19 +206,37 @@ class DraftModel(nn.Module):
             context_positions_S, block_positions_Q: int64 rotary positions.
             masks: per layer kind, from `build_masks`.
         """
-        spec, dtype = self.spec, block_embeddings_QH.dtype
+        context, slots = (
+            self.rotary(places, block_embeddings_QH.dtype) for places in (context_positions_S, block_positions_Q)
+        )
+        return self.fill_blocks(features_SF, block_embeddings_QH, context, slots, masks)
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        """Tables of int64 positions, for `fill_blocks`."""
+        return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, dtype)
+
+    def fill_blocks(
+        self, features_SF: Tensor, block_embeddings_QH: Tensor, context: Rotary, slots: Rotary, masks: LayerMasks
+    ) -> Tensor:
+        """`forward` behind the rotary tables of context and slots: what the trainer compiles.
+
+        The tables are inputs, because a compiler fuses what makes them into every kernel that reads them and then
+        takes sines once for each head and layer (3 % of a step at Qwen3-8B's size).
+        """
+        spec = self.spec
         context_SH = self.hidden_norm(self.fc(features_SF))
-        context = rotary_tables(context_positions_S, spec.head_dim, spec.rope_theta, dtype)
-        slots = rotary_tables(block_positions_Q, spec.head_dim, spec.rope_theta, dtype)
         hidden_QH = block_embeddings_QH
         for index, layer in enumerate(self._layers()):
-            inputs = (hidden_QH, context_SH, slots, context, masks[spec.layer_kind(index)])
+            # Behind the last layer's attention nobody asks for the anchors any more.
+            without_anchors = spec.block_size if index == spec.layers - 1 else 0
+            inputs = (hidden_QH, context_SH, slots, context, masks[spec.layer_kind(index)], without_anchors)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # Layers draw no random numbers; saving and restoring a device's generator would race between threads.
                 hidden_QH = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden_QH = layer(*inputs)
-        return self.norm(hidden_QH)
+        hidden_NBH = self.norm(hidden_QH).unflatten(0, (-1, spec.block_size - 1))
+        return F.pad(hidden_NBH, (0, 0, 1, 0)).flatten(0, 1)
 
     def _layers(self) -> Iterator[Layer]:
         """The layers under their own type."""
@@ -180,15 +249,10 @@ class DraftModel(nn.Module):
     @torch.no_grad()
     def extend(self, cache: DraftCache, features_LF: Tensor, start: int) -> None:
         """Writes K and V of context tokens start..start+L-1; what the cache held from `start` on is forgotten."""
-        assert start <= cache.used, f"context has a hole: {cache.used} tokens held, extended at {start}"
-        end = start + features_LF.shape[0]
         context_LH = self.hidden_norm(self.fc(features_LF))
-        rotary = cache.rotary(start, end)
+        rotary = cache.open_context(start, features_LF.shape[0])
         for index, layer in enumerate(self._layers()):
-            key, value = layer.self_attn.keys_values(context_LH, rotary)
-            cache.keys[index, :, start:end] = key
-            cache.values[index, :, start:end] = value
-        cache.used = end
+            cache.write(index, *layer.self_attn.keys_values(context_LH, rotary))
 
     @torch.no_grad()
     def draft(self, cache: DraftCache, block_embeddings_bH: Tensor, start: int) -> Tensor:
@@ -196,27 +260,13 @@ class DraftModel(nn.Module):
 
         The block sees the `start` context tokens of the cache (by layer kind) and itself; it leaves no trace in it.
         """
-        assert start == cache.used, f"a block at {start} needs exactly that much context, the cache holds {cache.used}"
-        width = block_embeddings_bH.shape[0]
-        end = start + width
-        rotary = cache.rotary(start, end)
+        rotary = cache.open_block(start, block_embeddings_bH.shape[0])
         hidden_bH = block_embeddings_bH
         for index, layer in enumerate(self._layers()):
-            kind = self.spec.layer_kind(index)
             x = layer.input_layernorm(hidden_bH)
             attention = layer.self_attn
-            key, value = attention.keys_values(x, rotary)
-            cache.keys[index, :, start:end] = key
-            cache.values[index, :, start:end] = value
-            # Keys older than the window of slot 0 are seen by no slot.
-            first = 0 if kind.window is None else max(0, start - kind.window + 1)
-            attended = F.scaled_dot_product_attention(
-                attention.queries(x, rotary)[None],
-                cache.keys[None, index, :, first:end],
-                cache.values[None, index, :, first:end],
-                attn_mask=_block_mask(kind, start, width, first, hidden_bH.device),
-                enable_gqa=self.spec.heads != self.spec.kv_heads,
-            )[0]
+            cache.write(index, *attention.keys_values(x, rotary))
+            attended = cache.attend(index, self.spec.layer_kind(index), attention.queries(x, rotary))
             hidden_bH = hidden_bH + attention.output(attended)
             hidden_bH = hidden_bH + layer.mlp(layer.post_attention_layernorm(hidden_bH))
         return self.norm(hidden_bH)
@@ -237,19 +287,43 @@ def _block_mask(kind: LayerKind, start: int, width: int, first: int, device: tor
     return visible
 
 
+def empty_model(
+    spec: DrafterSpec, activation_checkpointing: bool = False, *, device: torch.device, dtype: torch.dtype
+) -> DraftModel:
+    """A drafter to train: its kernels are chosen for the device, its weights are memory without values, for
+    `initialise` or a file to fill.
+
+    Building it on a device would draw torch's own initial weights first: seconds for a billion of them.
+    """
+    with torch.device("meta"):
+        model = DraftModel(spec, activation_checkpointing)
+    for layer in model._layers():
+        layer.self_attn.flex_options = flex_options(device, spec.head_dim)
+    return model.to(dtype).to_empty(device=device)
+
+
 def initialise(model: DraftModel, seed: int, final_scale_H: Tensor | None = None) -> None:
     """Fresh weights: matrices normal with σ = 0.02, norms one; the same for a seed on every device.
+
+    Each parameter has a generator of its own, so threads draw side by side: a billion numbers take a CPU thread ten
+    seconds.
 
     Args:
         final_scale_H: scale of the target's final norm. The drafter's own final norm starts from it, because the frozen
             head expects hidden states of that size (without it SmolLM2's loss starts at 84 instead of 11).
     """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-            else:
-                parameter.fill_(1.0)
-        if final_scale_H is not None:
+
+    @torch.no_grad()
+    def draw(index: int, parameter: nn.Parameter) -> None:
+        if parameter.dim() == 2:
+            generator = torch.Generator().manual_seed(_SEED_STRIDE * seed + index)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        else:
+            parameter.fill_(1.0)
+
+    parameters = list(model.parameters())
+    with ThreadPoolExecutor(min(_DRAWING_THREADS, os.cpu_count() or 1)) as pool:
+        list(pool.map(draw, range(len(parameters)), parameters))
+    if final_scale_H is not None:
+        with torch.no_grad():
             model.norm.weight.copy_(final_scale_H)

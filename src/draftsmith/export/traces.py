@@ -51,7 +51,7 @@ class RecordingProposer(DrafterProposer):
     def logits(self, tokens: list[int], width: int) -> Tensor:
         logits = super().logits(tokens, width)
         # A shortened block holds fewer MASKs than any in training.
-        if width == self._drafter.spec.block_size:
+        if width == self.drafter.spec.block_size:
             self.said[len(tokens) - 1] = logits.float().cpu()
         return logits
 

@@ -69,11 +69,14 @@ def chunk_terms(
     """
     hidden_CH = hidden_QH[slots_C]
     logits_CV, slope_CV = _logits(hidden_CH, head_VH, multiplier, softcap)
-    log_norm_C = torch.logsumexp(logits_CV, dim=-1)
+    # torch.logsumexp, spelled so that the compiler finds maximum and sum in one pass over the logits instead of two.
+    largest_C1 = logits_CV.amax(-1, keepdim=True)
+    total_C1 = torch.exp(logits_CV - largest_C1).sum(-1, keepdim=True)
+    log_norm_C = (total_C1.log() + largest_C1)[:, 0]
     label_logit_C = logits_CV.gather(1, labels_C[:, None])[:, 0]
     cross_entropy_C = log_norm_C - label_logit_C
     # Not argmax: its tie rule differs between eager and compiled kernels; "no other logit is larger" does not.
-    correct_C = label_logit_C >= logits_CV.amax(-1)
+    correct_C = label_logit_C >= largest_C1[:, 0]
 
     weight_C = weights_C
     if alpha is not None:

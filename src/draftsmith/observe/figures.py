@@ -62,6 +62,20 @@ def figures_of(runs: Sequence[History]) -> list[tuple[str, str, str, Any]]:
     add("use", "Device use", "Share of the time in which a kernel ran.", _vitals(runs, "use", percent=True))
     add("memory", "Device memory, GiB", "In use on the card, by everybody.", _vitals(runs, "memory_used", scale=GIB))
     for index, run in enumerate(runs):
+        named = f": {run.folder.name}" if len(runs) > 1 else ""
+        add(
+            f"shares-{index}",
+            f"Where time goes{named}",
+            "Mean over the workers of a role, since the last look; what is missing to 100 % is starting and ending.",
+            _shares(run),
+        )
+        add(
+            f"queues-{index}",
+            f"Queues{named}",
+            "Rows that waited in front of each worker when it took one.",
+            _queues(run),
+        )
+    for index, run in enumerate(runs):
         add(
             f"timeline-{index}",
             f"Pipeline timeline{f': {run.folder.name}' if len(runs) > 1 else ''}",
@@ -190,6 +204,43 @@ def _vitals(runs: Sequence[History], fact: str, *, percent: bool = False, scale:
             steps, values = curve.pairs(fact)
             _line(figure, *thin(steps, values), _name(runs, index, device), colour, width=1.5)
     return figure if figure.data else None
+
+
+_KINDS = ("busy", "interpreter", "input", "output", "others", "compiling")
+
+
+def _shares(run: History) -> Figure | None:
+    """Targets' and drafters' time by kind, over the steps; only kinds that ever took a hundredth.
+
+    None for a run that was looked at once: a point is no curve, and the balance has its figures.
+    """
+    figure = _figure(yaxis={"tickformat": ".0%", "automargin": True, "rangemode": "tozero"})
+    for role, dash in (("target", "dot"), ("drafter", "solid")):
+        curve = Curve()
+        for event in run.vitals:
+            own = [share for name, share in (event.get("workers") or {}).items() if name.startswith(role)]
+            if own:
+                means = {kind: sum(each.get(kind, 0.0) for each in own) / len(own) for kind in _KINDS}
+                curve.add(event.get("step", 0), means)
+        for kind, colour in zip(_KINDS, COLOURS, strict=True):
+            steps, values = curve.pairs(kind)
+            if len(values) > 1 and max(values) >= 0.01:
+                _line(figure, *thin(steps, values), f"{role}s: {kind}", colour, width=1.5, dash=dash)
+    return figure if figure.data else None
+
+
+def _queues(run: History) -> Figure | None:
+    spans = [span for span in run.spans if "queue" in span and not str(span["worker"]).startswith("prefetch")]
+    if not spans:
+        return None
+    began = min(span["start"] for span in spans)
+    figure = _figure("seconds", yaxis={"rangemode": "tozero", "automargin": True, "dtick": 1})
+    for number, worker in enumerate(sorted({str(span["worker"]) for span in spans}, key=_role_order)):
+        own = [span for span in spans if span["worker"] == worker]
+        moments, depths = [span["start"] - began for span in own], [float(span["queue"]) for span in own]
+        shape: dict[str, Any] = {"dash": "dot" if worker.startswith("target") else "solid", "width": 1.5}
+        _line(figure, *thin(moments, depths, 300), worker, COLOURS[number % len(COLOURS)], **shape)
+    return figure
 
 
 def _timeline(run: History) -> Figure | None:

@@ -150,6 +150,8 @@ def notable_line(event: Event) -> str | None:
         return f"warm-up: {event['text']}"
     if kind == "ledger" and event.get("lines"):
         return "\n".join(event["lines"])
+    if kind == "balance" and event.get("final"):
+        return f"balance: {event.get('text')}"
     if kind == "evidence":
         return f"evidence: {event.get('text')}"
     if kind == "end" and event.get("reason") != "failed":

@@ -53,6 +53,7 @@ def make_report(runs: Sequence[History], states: Sequence[Status]) -> str:
     grid = "".join(drawing(name, title, text, wide=name.startswith(WIDE)) for name, title, text, _ in drawn)
     sections = [
         ("summary", "Summary", _summary(runs, states)),
+        ("balance", "Balance", _balances(runs)),
         ("curves", "Curves", f'<div class="figures">{grid}</div>'),
         ("differences", "Differences", _differences(runs) if len(runs) > 1 else ""),
         ("events", "Errors and notices", _events(runs)),
@@ -152,6 +153,49 @@ def _events(runs: Sequence[History]) -> str:
                 own = [run.folder.name] if len(runs) > 1 else []
                 rows.append([kind, *own, _clock(entry.get("time")), f"{entry['count']}\xa0x", entry["text"]])
     return table(rows)
+
+
+def _balances(runs: Sequence[History]) -> str:
+    """Who waited for whom: the sentence, each worker's time, and what a row was measured to cost."""
+    text = ""
+    for run in runs:
+        balance = run.summary["balance"]
+        if not balance:
+            continue
+        name = f"{run.folder.name}: " if len(runs) > 1 else ""
+        text += paragraph(f"{name}{balance.get('text')}")
+        kinds = ("busy", "input", "output", "others", "compiling", "interpreter")
+        rows = [
+            [worker, *(f"{own.get(kind, 0.0):.1%}" for kind in kinds), own.get("rows", ""), own.get("row_ms", "")]
+            for worker, own in (balance.get("workers") or {}).items()
+        ]
+        head = ["worker", "busy", "waits for rows", "held back", "waits for other drafters", "compiling"]
+        text += table(rows, [*head, "waits for the interpreter", "rows", "ms a row"]) + _devices(run)
+    return text
+
+
+def _devices(run: History) -> str:
+    """Each GPU's use and memory over the run; how much the memory came and went at most, and why then."""
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for event in run.vitals:
+        for device in event.get("devices") or []:
+            seen.setdefault(str(device["device"]), []).append(device)
+    rows = []
+    for name, facts in sorted(seen.items()):
+        uses = [use for each in facts if (use := number(each.get("use"))) is not None]
+        held = [size for each in facts if (size := number(each.get("reserved"))) is not None]
+        settled = facts[1:] or facts  # the first look is at a run that fills its memory
+        worst = max(settled, key=lambda each: number(each.get("volatility")) or 0.0)
+        rows.append(
+            [
+                name,
+                f"{sum(uses) / len(uses):.0%}" if uses else "",
+                f"{max(held) / 2**30:.2f}" if held else "",
+                f"{worst['volatility']:.1%}" if number(worst.get("volatility")) is not None else "",
+                worst.get("volatile_because", ""),
+            ]
+        )
+    return table(rows, ["device", "busy on average", "GiB held at most", "volatile at most", "because"])
 
 
 def _ledgers(runs: Sequence[History]) -> str:

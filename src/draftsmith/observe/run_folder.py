@@ -106,6 +106,11 @@ def check_run_folder(config: RunConfig, *, resume: bool = False) -> None:
         raise _unwritable(path, error) from None
 
 
+def holds_run(config: RunConfig) -> bool:
+    """Whether the config's output folder holds a run already, whichever it is."""
+    return (Path(config.training.output) / _RUN_FILE).exists()
+
+
 def next_free(path: str | Path) -> Path:
     """`path` if nothing is there or it is empty, else the first free one of `path-2`, `path-3`, …"""
     path = Path(path)
@@ -183,12 +188,12 @@ def _read_run_file(path: Path) -> dict[str, Any]:
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first keys whose values differ, "drafter.layers 5 there, 4 here"; output does not count."""
+    """The first keys whose values differ, "drafter.layers 5 there, 4 here"; output and devices do not count."""
     flat_there, flat_here = _flatten(there), _flatten(here)
     differing = [
         f"{key} {flat_there.get(key)} there, {flat_here.get(key)} here"
         for key in sorted({*flat_there, *flat_here} - {"training.output"})
-        if flat_there.get(key) != flat_here.get(key)
+        if flat_there.get(key) != flat_here.get(key) and not key.startswith(("pipeline.", "decoding."))
     ]
     if not differing:
         return "same settings, other version of the config"

@@ -32,6 +32,7 @@ SILENT_SECONDS = 300.0  # without any event; vitals come every ten seconds
 STEPS_SILENT = 20.0  # or without a step for so many times its usual duration
 SLOW_SHARE = 0.7  # of its own best speed
 GIB = 2**30
+_VITALS = ("devices", "host", "queues", "workers", "interpreter")
 _ASKED_FOR = ("interrupted", "time limit")  # by a person, or by the command that started it
 
 
@@ -88,7 +89,8 @@ class Status:
             "best_tokens_per_second": None if best is None else best["rate"],
             "share_of_best": None if best is None or rate is None else rate / best["rate"],
             "data_wait": number(step.get("data_wait")),
-            **{name: (summary["vitals"] or {}).get(name) for name in ("devices", "host", "queues", "workers")},
+            **{name: (summary["vitals"] or {}).get(name) for name in _VITALS},
+            "balance": _picked(summary["balance"], "step", "text", "workers", "costs", "seconds"),
             "compile": _picked(summary["evidence"], "step", "ok", "text"),
             "checkpoint": _picked(summary["checkpoint"], "step", "path", "stall_seconds", "write_seconds", "time"),
             "failed_saves": summary["save_failures"],
@@ -106,6 +108,7 @@ class Status:
         rows = [("", self._headline(facts)), ("loss", _loss_line(facts)), ("speed", _speed_line(facts))]
         rows += [("devices" if i == 0 else "", line) for i, line in enumerate(_device_lines(facts))]
         rows += [("queues", _queue_line(facts)), ("workers", _worker_line(facts))]
+        rows += [("balance", str((facts["balance"] or {}).get("text") or ""))]
         evidence = summary["evidence"]
         if evidence is not None:
             rows.append(("compile", str(evidence.get("text"))))
@@ -251,6 +254,8 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
             parts.append(f"{device['memory_used'] / GIB:.1f}/{device['memory_total'] / GIB:.1f} GiB")
         if "allocated" in device:
             parts.append(f"ours {device['allocated'] / GIB:.1f} GiB")
+        if device.get("volatile_because"):
+            parts.append(f"memory {device['volatility']:.0%} volatile: {device['volatile_because']}")
         if "use" in device:
             parts.append(f"{device['use']:.0%} busy")
         if "clock" in device:
@@ -279,6 +284,14 @@ def _queue_line(facts: dict[str, Any]) -> str:
     return ", ".join(f"{name} {depth}/{size}" for name, (depth, size) in (facts["queues"] or {}).items())
 
 
+_SHARES = {"busy": "busy", "input": "short of rows", "output": "held back"}
+_FURTHER = {  # told where there is some of it
+    "others": "waiting for the other drafters",
+    "compiling": "compiling",
+    "interpreter": "waiting for the interpreter",
+}
+
+
 def _worker_line(facts: dict[str, Any]) -> str:
     """Where the time of each role goes, on average."""
     roles: dict[str, list[dict[str, float]]] = {}
@@ -286,8 +299,10 @@ def _worker_line(facts: dict[str, Any]) -> str:
         roles.setdefault(name.split()[0], []).append(share)
     parts = []
     for role, shares in roles.items():
-        busy, waits_in, waits_out = (mean(each[what] for each in shares) for what in ("busy", "input", "output"))
-        parts.append(f"{len(shares)} {role} {busy:.0%} busy, {waits_in:.0%} short of rows, {waits_out:.0%} held back")
+        means = {what: mean(each.get(what, 0.0) for each in shares) for what in (*_SHARES, *_FURTHER)}
+        text = ", ".join(f"{means[what]:.0%} {word}" for what, word in _SHARES.items())
+        text += "".join(f", {means[what]:.0%} {word}" for what, word in _FURTHER.items() if means[what] >= 0.005)
+        parts.append(f"{len(shares)} {role} {text}")
     return " · ".join(parts)
 
 

@@ -56,6 +56,8 @@ class Summary:
             "evidence": None,
             "ledger": None,
             "vitals": None,
+            "balance": None,
+            "costs": None,
             "errors": {},
             "error_count": 0,
             "notices": {},
@@ -173,6 +175,12 @@ class Summary:
 
     def _vitals(self, event: Event) -> None:
         self.content["vitals"] = event
+
+    def _balance(self, event: Event) -> None:
+        self.content["balance"] = event
+
+    def _costs(self, event: Event) -> None:
+        self.content["costs"] = event
 
     def _error(self, event: Event) -> None:
         self.content["error_count"] += 1

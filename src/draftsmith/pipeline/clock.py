@@ -1,48 +1,197 @@
-"""Where a worker's time goes: busy, waiting for input, waiting for output. Host time, one clock per worker."""
+"""Where a worker's time goes. Host time, one clock per worker, five kinds that never overlap:
+
+    busy         at work: its thread, or its device with what the thread gave it
+    input        its device has nothing to do, because no row has come
+    output       its device has nothing to do, because the next worker's queue is full
+    others       a replica waits at the exchange for the others' threads
+    compiling    in the warm-up
+    interpreter  part of the thread's work in which it waited for the interpreter lock, estimated (`interpreter`)
+
+On CUDA a thread only gives work to its device, two rows ahead of it at most. A wait of the thread in which the device
+still works is therefore counted as busy; only what is left of it is a wait (`Pace.idle`).
+
+Cost: some microseconds a row, and on CUDA an event that is waited for after a wait in which the device ran dry.
+"""
 
 from __future__ import annotations
 
+import resource
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+KINDS = ("busy", "input", "output", "others", "compiling", "interpreter")
+AHEAD = 2  # rows that a thread may give to its device before one of them is done
 
 
 class WorkerClock:
     """Adds up host seconds by activity and remembers the spans of single rows.
 
     Used by one thread; others may read `seconds` and call `drain` at any time.
+
+    Attributes:
+        worker: its name.
+        seconds: by kind, see the module's docstring.
+        rows: that it has worked on.
+        interpreter_wait: mean seconds that a thread waits for the interpreter now; set by who measures it.
     """
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
-        self.seconds = {"busy": 0.0, "input": 0.0, "output": 0.0}
-        self._spans: list[tuple[int, float, float]] = []
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.rows = 0
+        self.interpreter_wait: Callable[[], float] = lambda: 0.0
+        self._spans: list[dict[str, Any]] = []
+        self._row: dict[str, Any] = {}
+        self._open: tuple[str, float] | None = None  # what has begun and is not counted yet
+
+    def totals(self) -> dict[str, float]:
+        """`seconds` with what is going on at this moment."""
+        found, begun = dict(self.seconds), self._open
+        if begun is not None:
+            found[begun[0]] += time.perf_counter() - begun[1]
+        return found
+
+    @contextmanager
+    def opened(self, what: str) -> Iterator[None]:
+        """Shows in `totals` that something of a kind goes on; whoever calls it counts it afterwards."""
+        before, self._open = self._open, (what, time.perf_counter())
+        try:
+            yield
+        finally:
+            self._open = None if before is None else (before[0], time.perf_counter())
+
+    def add(self, what: str, seconds: float) -> None:
+        """Counts time that was measured elsewhere."""
+        self.seconds[what] += seconds
+        if what in ("input", "output"):
+            self._row[what] = self._row.get(what, 0.0) + seconds
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Counts the time inside as waiting for "input" or "output"."""
+        """Counts the time inside as one of the kinds that are no work on a row."""
         began = time.perf_counter()
         try:
-            yield
+            with self.opened(what):
+                yield
         finally:
-            self.seconds[what] += time.perf_counter() - began
+            self.add(what, time.perf_counter() - began)
+
+    @contextmanager
+    def phase(self, what: str, number: int, kind: str = "busy") -> Iterator[None]:
+        """Counts the time inside as of a kind, and remembers it as a span under a name of its own."""
+        before = {name: self.seconds[name] for name in KINDS}
+        began, wall = time.perf_counter(), time.time()
+        try:
+            with self.opened(kind):
+                yield
+        finally:
+            spent = time.perf_counter() - began
+            inside = sum(self.seconds[name] - before[name] for name in KINDS)
+            self.seconds[kind] += max(0.0, spent - inside)  # what was counted inside is counted once
+            span = {"kind": "phase", "what": what, "number": number, "start": round(wall, 6)}
+            self._spans.append({**span, "end": round(wall + spent, 6)})
 
     @contextmanager
     def busy(self, row: int) -> Iterator[None]:
-        """Counts the time inside as work on a row."""
+        """Counts the time inside as work on a row; `done` ends the row."""
+        sleeps, on_core = _thread_use()
         began, wall = time.perf_counter(), time.time()
         try:
-            yield
+            with self.opened("busy"):
+                yield
         finally:
             spent = time.perf_counter() - began
-            self.seconds["busy"] += spent
-            self._spans.append((row, wall, wall + spent))
+            sleeps_after, on_core_after = _thread_use()
+            off_core = max(0.0, spent - (on_core_after - on_core))
+            waited = min(off_core, (sleeps_after - sleeps) * self.interpreter_wait())
+            self.seconds["interpreter"] += waited
+            self.seconds["busy"] += spent - waited
+            self._row.setdefault("start", wall)
+            self._row.update(row=row, end=wall + spent)
+
+    def on_device(self, seconds: float) -> None:
+        """Counts time in which the thread waited and its device worked on what it was given."""
+        self.seconds["busy"] += seconds
+
+    def done(self, queue: int = 0) -> None:
+        """Ends the row that was worked on; `queue` rows wait in front of the worker."""
+        row, self._row = self._row, {}
+        if "row" not in row:
+            return
+        self.rows += 1
+        span: dict[str, Any] = {"kind": "work", "row": row["row"]}
+        span.update((name, round(row[name], 6)) for name in ("start", "end"))
+        span.update((name, round(row[name], 6)) for name in ("input", "output") if row.get(name, 0.0) >= 1e-6)
+        self._spans.append({**span, "queue": queue})
 
     def drain(self) -> list[dict[str, Any]]:
-        """Spans since the last call, as fields of "work" events."""
-        spans, self._spans = self._spans, []
-        return [
-            {"worker": self.worker, "row": row, "start": round(start, 6), "end": round(end, 6)}
-            for row, start, end in spans
-        ]
+        """Spans since the last call, as events: "work" on rows, and "phase" for what is none."""
+        count = len(self._spans)  # its worker may append at any moment: what comes later stays for the next call
+        spans = self._spans[:count]
+        del self._spans[:count]
+        return [{"worker": self.worker, **span} for span in spans]
+
+
+def _thread_use() -> tuple[int, float]:
+    """(times that this thread went to sleep, seconds that it was on a core)."""
+    used = resource.getrusage(resource.RUSAGE_THREAD)
+    return used.ru_nvcsw, used.ru_utime + used.ru_stime
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Counts the time inside for the worker whose thread this is, if it is one's."""
+    clock = getattr(threading.current_thread(), "clock", None)
+    if clock is None:
+        yield
+        return
+    with clock.waiting("others"):
+        yield
+
+
+class Pace:
+    """Keeps a thread at most `AHEAD` rows ahead of its device, so that memory and clocks mean what they say.
+
+    Without a CUDA device the work is done when the call returns, and all of this does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._marks: list[torch.cuda.Event] = []
+        self._end: torch.cuda.Event | None = None  # behind everything that was given
+
+    def mark(self) -> None:
+        """After a row's work was given to the device."""
+        if self._device is not None:
+            self._end = self._event()
+            self._marks.append(self._end)
+
+    def extend(self) -> None:
+        """After further work that is no row (an update): until it is done, the device is not idle."""
+        if self._device is not None:
+            self._end = self._event()
+
+    def keep(self) -> None:
+        """Before a row's work: waits until the device is near enough. The thread sleeps meanwhile."""
+        while len(self._marks) >= AHEAD:
+            self._marks.pop(0).synchronize()
+
+    def idle(self) -> float:
+        """Seconds for which the device has had nothing to do; infinite where there is none to ask."""
+        if self._end is None:
+            return float("inf")
+        if not self._end.query():
+            return 0.0
+        now = self._event()
+        now.synchronize()
+        return 1e-3 * self._end.elapsed_time(now)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -30,8 +30,10 @@ from draftsmith.data.conversations import write_head
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, explained, machine_facts, needs, uses
+from draftsmith.pipeline.lowering import lower_target
 from draftsmith.pipeline.plan import Plan, make_plan
 from draftsmith.pipeline.proof import make_sample, warm_step
+from draftsmith.pipeline.sync import Alone
 from draftsmith.target.head import TargetHead
 from draftsmith.target.load import shallow_target
 
@@ -71,8 +73,10 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
         replicas = make_replicas(plan, _random_head(plan), gate)
         devices = dict.fromkeys(plan.topology.targets)
         shallow = [shallow_target(plan.config.target, device, plan.target_dtype) for device in devices]
+        for target in shallow:
+            lower_target(plan, target, compare=False)
         targets = [TargetLayers(plan, target, gate) for target in shallow]
-        compiling = Compiling(plan, gate, replicas, _Alone(), log, made_up_drafts(plan), targets=targets)
+        compiling = Compiling(plan, gate, replicas, Alone(), log, made_up_drafts(plan), targets=targets)
         began = time.perf_counter()
         _in_threads([compiling.warm_targets])
         _in_threads([lambda i=i: compiling.warm_turn(i) for i in range(len(replicas))], one_by_one=True)  # type: ignore[misc]
@@ -192,13 +196,6 @@ def plan_of(config: RunConfig) -> Plan:
     """The plan of a config from the head of its data."""
     with tempfile.TemporaryDirectory(prefix="draftsmith-plan-") as scratch:
         return make_plan(_short_data(config, Path(scratch)))
-
-
-class _Alone:
-    """Stands in for the exchange where one thread does everything."""
-
-    def meet(self, _index: int) -> None:
-        return None
 
 
 def _in_threads(jobs: list[Callable[[], None]], one_by_one: bool = False) -> None:

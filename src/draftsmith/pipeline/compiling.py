@@ -1,10 +1,10 @@
 """Compiling in the trainer, from the first turn of the warm-up to the last verdict.
 
 First the targets' layers, then the replicas take turns in order, each in its own thread, while all other workers wait:
-later equal devices load from the cache what the first one compiled. Then the gate is sealed, and the first update and
-one every so many is profiled: all replicas wait at the exchange, replica 0 starts the profiler and sends a made-up row
-through every target (their own rows may all be done by then), all do the update, replica 0 judges. A run whose compiled
-path is not seen ends, unless its config says to go on.
+those on the same device load from the cache what its first one compiled. Then the gate is sealed, and the first update
+and one every so many is profiled: all replicas wait at the exchange, replica 0 starts the profiler and sends a made-up
+row through every target (their own rows may all be done by then), all do the update, replica 0 judges. A run whose
+compiled path is not seen ends, unless its config says to go on.
 
 Runs without compiling (dense attention on the CPU, by name) keep a ledger too: it says so.
 """
@@ -41,10 +41,13 @@ from draftsmith.pipeline.proof import (
 )
 from draftsmith.target.forward import Target, run_layer
 from draftsmith.target.geometry import FULL, SLIDING
+from draftsmith.target.quantised import method_of
+from draftsmith.target.source import read_config
 from draftsmith.training.step import Replica
 
 FLASH_KERNEL = r"flash"
 PACKED_KINDS = {FULL, SLIDING}
+FP8_SLACK = 2  # a bf16 rounding that differs can move a value to the next fp8 number
 SOURCES = Path(draftsmith.__file__).parent
 PACKAGES = ("blocks", "drafter", "objective", "target", "training")  # what they hold decides what is compiled
 
@@ -58,13 +61,20 @@ class Meeting(Protocol):
 class TargetLayers:
     """One target's layers as a region, and a made-up row to run them on.
 
-    Where documents run one by one, shapes change from row to row and the layers stay eager, by name.
+    Where documents run one by one, shapes change from row to row and the layers stay eager, by name; so do layers that
+    came quantised and such with state, whose kernels are no part of a graph.
     """
 
     def __init__(self, plan: Plan, target: Target, gate: Gate) -> None:
         self.plan, self.target = plan, target
-        enabled = plan.compiled and plan.config.compile.target and target.packing != "separate"
-        why = "documents run one by one" if plan.compiled and target.packing == "separate" else "as configured"
+        why = "as configured"
+        if target.packing == "separate":
+            why = "documents run one by one"
+        elif not set(target.kinds) <= PACKED_KINDS:
+            why = "layers with kernels of their own"
+        elif target.foreign:
+            why = f"the target came quantised ({target.foreign})"
+        enabled = plan.compiled and plan.config.compile.target and why == "as configured"
         if not plan.compiled:
             why = f"{plan.attention} attention on {target.device.type}, by name"
         # one region for each device, whatever the number of workers that share the target there
@@ -115,6 +125,8 @@ class TargetLayers:
         # By token: the first ones of a document are far larger than all others in many models.
         error = float(((ours - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-12)).mean())
         limit = LIMITS[self.plan.target_dtype]
+        if self.plan.config.target.precision == "fp8":
+            limit *= FP8_SLACK
         return "" if error <= limit else f"its features differ from the uncompiled ones by {error:.1e} of their size"
 
     def expected(self) -> Expected:
@@ -140,6 +152,7 @@ class Compiling:
         first_update: of this process.
         ledger: path of `ledger.json`; None writes none.
         targets: one for each target that is loaded.
+        turn: entered by replica 0 around the warm-up; may wait for other processes.
     """
 
     def __init__(
@@ -153,13 +166,15 @@ class Compiling:
         first_update: int = 0,
         ledger: Path | None = None,
         targets: Sequence[TargetLayers] = (),
+        turn: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
+        self.turn = turn or contextlib.nullcontext()
         self.plan, self.gate, self.replicas, self.exchange, self.log = plan, gate, replicas, exchange, log
         self.devices = plan.topology.drafters
         self.draft, self.first_update = draft, first_update
         self.ledger = Ledger(gate, machine_facts(), path=ledger)
         self.targets = [each for each in targets if each.region.enabled]
-        self.warm = WarmUp(gate, self.ledger, len(replicas), self._tell)
+        self.warm = WarmUp(gate, self.ledger, [str(device) for device in plan.topology.drafters], self._tell)
         self.ledger.watch(each.region for each in targets)
         self.ledger.watch(region for replica in replicas for region in regions_of(replica))
         self.evidence: Evidence | None = None
@@ -182,15 +197,16 @@ class Compiling:
         """
         if not self.plan.compiled:
             return
-        if index == 0:
-            self.warm_targets()
-        self.exchange.meet(index)
-        for turn in range(len(self.replicas)):
-            if turn == index:
-                self.warm_turn(index)
+        with self.turn if index == 0 else contextlib.nullcontext():
+            if index == 0:
+                self.warm_targets()
             self.exchange.meet(index)
-        if index == 0:
-            self.sealed()
+            for turn in range(len(self.replicas)):
+                if turn == index:
+                    self.warm_turn(index)
+                self.exchange.meet(index)
+            if index == 0:
+                self.sealed()
 
     def warm_targets(self) -> None:
         """The turns of all targets, in the calling thread.
@@ -198,7 +214,7 @@ class Compiling:
         Raises:
             UserError: as `warm_up`.
         """
-        warm = WarmUp(self.gate, self.ledger, len(self.targets), self._tell)
+        warm = WarmUp(self.gate, self.ledger, [each.region.device for each in self.targets], self._tell)
         for each in self.targets:
             with explained():
                 warm.turn(each.region.name, each.region.device, [each.region], each.warm, each.differs_from_eager)
@@ -306,9 +322,9 @@ def needs(plan: Plan) -> dict[str, float | None]:
     """What a run of this plan compiles: a name for each region and device, and the seconds that it may take.
 
     The name carries a hash of everything that shapes the graphs. Seconds are what an H200 took at the geometry of
-    Qwen3-8B, equal devices after the first; None on other kinds of device.
+    Qwen3-8B, for the first worker of a device and for its others; None on other kinds of device.
     """
-    config, spec = plan.config, plan.spec
+    config, spec, precision = plan.config, plan.spec, plan.config.target.precision
     shape = {
         "rows": config.rows.model_dump(),
         "spec": vars(spec),
@@ -318,19 +334,21 @@ def needs(plan: Plan) -> dict[str, float | None]:
         # Inductor's CPU code is made for a number of threads.
         "threads": plan.topology.cpu_threads if plan.topology.drafters[0].type == "cpu" else None,
         "checkpointing": config.training.activation_checkpointing,
-        "target": [str(plan.target_dtype), vars(plan.geometry), sorted(set(plan.kinds)), plan.spec.taps],
+        "target": [str(plan.target_dtype), vars(plan.geometry), sorted(set(plan.kinds)), plan.spec.taps, precision],
         "head": [plan.geometry.logit_multiplier, plan.geometry.logit_softcap, plan.geometry.vocab_rows],
     }
     mark = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:12]
     found: dict[str, float | None] = {}
-    for index, device in enumerate(plan.topology.drafters):
-        cold = {"drafter": 20.0, "objective": 4.0} if index == 0 else {"drafter": 3.0, "objective": 1.0}
+    drafters = plan.topology.drafters
+    for index, device in enumerate(drafters):
+        first = device not in drafters[:index]
+        cold = {"drafter": 20.0, "objective": 4.0} if first else {"drafter": 3.0, "objective": 1.0}
         for role, seconds in cold.items():
             found[f"{role} {index} on {device} ({mark})"] = seconds if device.type == "cuda" else None
-    if config.compile.target and set(plan.kinds) <= PACKED_KINDS:
+    plain = not method_of(read_config(config.target))
+    if config.compile.target and plain and set(plan.kinds) <= PACKED_KINDS:
         for index, device in enumerate(dict.fromkeys(plan.topology.targets)):
-            seconds = 8.0 if index == 0 else 1.5
-            found[f"target {index} on {device} ({mark})"] = seconds if device.type == "cuda" else None
+            found[f"target {index} on {device} ({mark})"] = 8.0 if device.type == "cuda" else None
     return found
 
 

@@ -24,7 +24,7 @@ import torch
 from draftsmith.blocks import Row, make_draft_batch
 from draftsmith.config import RunConfig
 from draftsmith.data.conversations import read_conversations
-from draftsmith.data.corpus import Corpus, make_tokeniser, prepare_corpus
+from draftsmith.data.corpus import Corpus, NothingUsable, make_tokeniser, prepare_corpus
 from draftsmith.data.preview import RowPicture, picture_row
 from draftsmith.data.problems import NOT_A_CONTINUATION
 from draftsmith.data.report import REFUSED, TRUNCATED, DataReport
@@ -33,6 +33,7 @@ from draftsmith.decode.score import Score, score_rows
 from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
 from draftsmith.errors import UserError
 from draftsmith.objective import decay_weights
+from draftsmith.pipeline.plan import beyond_positions
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import TargetGeometry, read_geometry
 from draftsmith.target.load import load_tokenizer, read_stop_ids
@@ -113,6 +114,7 @@ def check_data(
     *,
     sample_tokens: int = 20_000,
     progress: Callable[[str, int], None] = lambda _what, _done: None,
+    incidents: Path | None = None,
 ) -> DataCheck:
     """Looks at everything about a run's data that can be known before training.
 
@@ -121,10 +123,11 @@ def check_data(
         load: loads the target for re-scoring; None: it is not asked.
         sample_tokens: taught tokens that are re-scored.
         progress: told what is counted and how far it is.
+        incidents: where every conversation that is not used in full is listed.
 
     Raises:
-        UserError: the target's configuration or tokenizer cannot be read. Whatever is wrong with the data is a failure
-            in the result.
+        UserError: the target's configuration or tokenizer cannot be read, or `incidents` cannot be written. Whatever is
+            wrong with the data is a failure in the result.
     """
     check = DataCheck()
     geometry = read_geometry(config.target)
@@ -144,8 +147,12 @@ def check_data(
         _describe_template(check, config, tokenizer)
     except UserError as error:
         check.failures.append(str(error))
+        if isinstance(error, NothingUsable) and incidents is not None:
+            error.incidents.write(incidents)
         return check
     report = check.report = corpus.report
+    if incidents is not None:
+        report.incidents.write(incidents)
     every = max(1, report.conversations // GUESSES)
     check.survey = survey(read_conversations((*config.data.train, *config.data.held_out)), every)
     if report.max_token_id >= geometry.vocab_rows:
@@ -160,6 +167,7 @@ def check_data(
             choose_mask_token(tokenizer, geometry.vocab_rows, used, configured)
         except UserError as error:
             check.failures.append(str(error))
+    check.notes += beyond_positions(config.rows.length, report, geometry)
     _judge_report(check, config, report, block_size)
     if load is not None and not check.failures:
         rows = (corpus.train.row(number) for number in islice(count(), corpus.train.rows_per_epoch))
@@ -181,6 +189,11 @@ def _judge_report(check: DataCheck, config: RunConfig, report: DataReport, block
         check.notes.append(
             "some answers do not continue what a server feeds before them: is thinking on in the template and off in "
             "the data, or the other way round? (data.template_options)"
+        )
+    if report.stop_token is None and report.plain_text < report.used:
+        check.notes.append(
+            "the template ends answers with no token, so no end is taught; if generation stops at what opens the next "
+            "turn, the target's generation_config.json must name that token (eos_token_id)"
         )
     if report.duplicates > MANY_DUPLICATES * report.used:
         check.notes.append(f"{report.duplicates / report.used:.1%} of the conversations occur more than once")
@@ -297,7 +310,7 @@ def preview_rows(
             block_size=block_size,
             mask_token_id=mask_token_id,
             slot_weights_B=weights,
-            chunk=config.objective.chunk,
+            chunk=config.head_chunk,
             kinds=kinds,
             seed=(config.training.seed, number),
             with_tiles=False,
@@ -344,8 +357,15 @@ class Prepared:
         }
 
 
-def prepare_data(config: RunConfig, progress: Callable[[int], None] | None = None) -> Prepared:
+def prepare_data(
+    config: RunConfig, progress: Callable[[int], None] | None = None, incidents: Path | None = None
+) -> Prepared:
     """Reads, tokenises and packs a run's data as training will, which then finds the tokens in the cache.
+
+    Args:
+        config: the run.
+        progress: told how many conversations were read.
+        incidents: where every conversation that is not used in full is listed.
 
     Raises:
         UserError: the target's tokenizer cannot be read, or anything is wrong with the data.
@@ -354,16 +374,23 @@ def prepare_data(config: RunConfig, progress: Callable[[int], None] | None = Non
     geometry = read_geometry(config.target)
     start = _start(config, geometry)
     began = time.monotonic()
-    corpus = prepare_corpus(
-        config.data,
-        tokenizer,
-        length=config.rows.length,
-        seed=config.training.seed,
-        block_size=start.block_size if start else config.drafter.block_size,
-        stop_ids=read_stop_ids(config.target, tokenizer),
-        progress=progress,
-    )
+    try:
+        corpus = prepare_corpus(
+            config.data,
+            tokenizer,
+            length=config.rows.length,
+            seed=config.training.seed,
+            block_size=start.block_size if start else config.drafter.block_size,
+            stop_ids=read_stop_ids(config.target, tokenizer),
+            progress=progress,
+        )
+    except NothingUsable as error:
+        if incidents is not None:
+            error.incidents.write(incidents)
+        raise
     seconds = time.monotonic() - began
+    if incidents is not None:
+        corpus.report.incidents.write(incidents)
     held_out = corpus.held_out.real_tokens_per_epoch if corpus.held_out else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Prepared(corpus.report, corpus.train.real_tokens_per_epoch + held_out, seconds, peak)

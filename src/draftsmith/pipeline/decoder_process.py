@@ -1,8 +1,9 @@
 """The process that decodes held-out prompts while a run trains: `python -m draftsmith.pipeline.decoder_process`.
 
 It reads JSON lines: first what to decode with (target, prompts, lengths), then one checkpoint after another, and
-answers each with the figures of that checkpoint. It ends when its input does, so it never outlives the run. What it
-loads is what a serving engine would: the drafter's folder, by its native layout, and the reference decoder.
+answers each with the figures of that checkpoint. It ends when its input does, and in the middle of an answer when the
+run is killed, so it never outlives the run. What it loads is what a serving engine would: the drafter's folder, by its
+native layout, and the reference decoder.
 
 Two figures of the same text, prompt by prompt:
 
@@ -12,7 +13,8 @@ Two figures of the same text, prompt by prompt:
 
 What trains is what serves if and only if both accept the same drafts from the same tokens. Near the length limit
 decoding drafts shorter blocks, and a bidirectional drafter sees fewer masks than in training there: those rounds are
-left out of the comparison, not of the figures.
+left out of the comparison, not of the figures. Rounds run eagerly: every checkpoint is a new drafter, whose graphs
+would serve a few answers, and memory for them would be taken from a GPU that trains.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +146,23 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         print(json.dumps({"step": request["step"], **result}), file=answers, flush=True)
 
 
+def end_with(parent: int, every: float = 0.5) -> None:
+    """Ends this process, whatever it is doing, within `every` seconds of its parent's end.
+
+    A run that is killed cannot say so, and its end of the pipe is looked at only between two checkpoints: until then
+    the GPU memory would be missing to the run that goes on.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:  # an orphan has another parent
+            time.sleep(every)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with(os.getppid())
     # Answers have the standard output for themselves: whatever libraries print goes where errors go.
     own_output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -56,9 +56,6 @@ from draftsmith.target.geometry import TargetGeometry
 from draftsmith.target.head import TargetHead
 from draftsmith.target.source import locate
 
-if TYPE_CHECKING:
-    pass
-
 Stored = Literal["bf16", "fp8"]
 SHARD_BYTES = 1 << 30
 FORMAT = 1
@@ -74,20 +71,27 @@ class Prediction:
 
     Attributes:
         documents, tokens: of the run's data, each counted once however often an epoch has it.
-        bytes: on disk.
+        bytes: on disk, when all is written.
+        there: of them, already on disk.
         free: on that disk now.
     """
 
     documents: int
     tokens: int
     bytes: int
+    there: int
     free: int
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to be written."""
+        return max(0, self.bytes - self.there)
 
     def line(self) -> str:
         """For people."""
         return (
-            f"{self.tokens:,} tokens of {self.documents:,} documents: {_gib(self.bytes)} to write, "
-            f"{_gib(self.free)} free"
+            f"{self.tokens:,} tokens of {self.documents:,} documents: {_gib(self.missing)} to write"
+            f"{f', {_gib(self.there)} are there' if self.there else ''}, {_gib(self.free)} free"
         )
 
 
@@ -123,14 +127,20 @@ def wanted_by(config: RunConfig, geometry: TargetGeometry, dtype: Stored) -> Wan
     return Wanted(tuple(taps), geometry.hidden_size, config.objective.labels != "data", dtype)
 
 
-def predict(corpus: Corpus, wanted: Wanted, geometry: TargetGeometry, folder: Path) -> Prediction:
-    """Size of everything that `write_features` will write, before a weight is loaded."""
+def predict(corpus: Corpus, wanted: Wanted, geometry: TargetGeometry, folder: Path, dtype: torch.dtype) -> Prediction:
+    """Size of everything that `write_features` will write, before a weight is loaded.
+
+    Args:
+        dtype: of the target's weights: embedding and head are kept as they are.
+    """
     lengths = {document_key(d.tokens): len(d) for d in _documents(corpus)}
-    head = 2 * 2 * geometry.vocab_rows * geometry.hidden_size  # embedding and head; half of it if they are tied
+    matrices = 1 if geometry.tie_word_embeddings else 2
+    head = matrices * geometry.vocab_rows * geometry.hidden_size * dtype.itemsize
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     tokens = sum(lengths.values())
     size = tokens * wanted.token_bytes + 12 * len(lengths) + head
-    return Prediction(len(lengths), tokens, size, shutil.disk_usage(place).free)
+    there = sum(path.stat().st_size for path in (*shard_paths(folder), *folder.glob("head.safetensors")))
+    return Prediction(len(lengths), tokens, size, there, shutil.disk_usage(place).free)
 
 
 def _documents(corpus: Corpus) -> Iterator[Document]:

@@ -19,11 +19,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.decode.prompts import read_prompts
+from draftsmith.decode.prompts import later_turns, read_prompts
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog
 from draftsmith.observe.summary import number
@@ -56,6 +58,7 @@ class HeldOut:
 
     def __init__(self, plan: Plan, folder: Path, log: EventLog, end: Callable[[], None], step: int = 0) -> None:
         self.failure = ""
+        self._patience = plan.config.pipeline.hang_seconds
         self._config, self._folder, self._log, self._end = plan.config.decoding, folder, log, end
         self._last_offered = step
         self._best: tuple[float, Path] | None = self._known_best()
@@ -64,7 +67,7 @@ class HeldOut:
         self._over = False
         self._process: subprocess.Popen[str] | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, args=(_setting(plan),), name="held-out", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(_setting(plan, log),), name="held-out", daemon=True)
         self._thread.start()
 
     def offer(self, step: int, folder: Path, *, last: bool = False) -> None:
@@ -85,10 +88,18 @@ class HeldOut:
             return [*jobs, *([self._best[1]] if self._best is not None else [])]
 
     def finish(self, stopped: Callable[[], bool]) -> None:
-        """Waits until everything offered is decoded, or `stopped` says that nobody wants to know any more."""
+        """Waits until everything offered is decoded, or `stopped` says that nobody wants to know any more.
+
+        A checkpoint that takes longer than the run's limit for a hang is given up, and what comes after it too.
+        """
         with self._changed:
+            working, since = self._working, time.monotonic()
             while not self._over and (self._waiting or self._working) and not stopped():
                 self._changed.wait(POLL_SECONDS)
+                if self._working is not working:
+                    working, since = self._working, time.monotonic()
+                elif self._patience and time.monotonic() - since > self._patience:
+                    self._give_up(f"nothing came for {self._patience:.0f} s (pipeline.hang_seconds)")
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -98,6 +109,8 @@ class HeldOut:
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)  # until then it is in the table of processes
         self._thread.join(10.0)
 
     def _work(self, setting: dict[str, Any]) -> None:
@@ -213,10 +226,12 @@ def _start(setting: dict[str, Any], errors: IO[bytes]) -> subprocess.Popen[str]:
     return process
 
 
-def _setting(plan: Plan) -> dict[str, Any]:
+def _setting(plan: Plan, log: EventLog) -> dict[str, Any]:
     config = plan.config.decoding
     if config.prompts is not None:
-        read_prompts(config.prompts)
+        note = later_turns(read_prompts(config.prompts)[: config.limit], config.prompts)
+        if note:
+            log.write("notice", text=note)
     return {
         "target": plan.config.target.model_dump(mode="json"),
         "target_dtype": str(plan.target_dtype).removeprefix("torch."),

@@ -33,6 +33,7 @@ EPOCHS = 6
 _BATCH = 256
 # An epoch should have this many rows at least, so that shuffling means something; short data gets shorter rows.
 _LEAST_ROWS = 64
+_SMALL, _LONGER = 1e9, 8192  # parameters of the layers, tokens
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def look_at_data(data: str, tokenizer: Any, vocab_rows: int) -> DataFacts:
             break
         seen += len(batch)
         for conversation, result in zip(batch, tokeniser(batch), strict=True):
-            characters += len(json.dumps(conversation.messages or conversation.text, ensure_ascii=False).encode())
+            text = json.dumps(conversation.messages or conversation.text, ensure_ascii=False)
+            characters += len(text.encode(errors="surrogatepass"))  # halves of pairs are refused, but counted
             usable += bool(result.documents)
             for document in result.documents:
                 lengths.append(len(document))
@@ -133,9 +135,25 @@ def choose_row_length(facts: DataFacts, geometry: TargetGeometry) -> tuple[int, 
     while length > 512 and facts.tokens < _LEAST_ROWS * length:
         length = 2048 if length > 2048 else length // 2
         reason = f"so that an epoch of this little data has about {max(1, facts.tokens // length)} rows"
-    if length > geometry.max_position_embeddings:
-        return geometry.max_position_embeddings, "all positions that the target has"
+    most = geometry.max_position_embeddings
+    if length > most:
+        longer = (
+            f"; 1 in 100 documents is longer ({facts.long_length} tokens) and is cut"
+            if facts.long_length > most
+            else ""
+        )
+        return most, f"all positions that the target has{longer}"
     return length, reason
+
+
+def longer_rows(facts: DataFacts, geometry: TargetGeometry, length: int) -> str:
+    """What to try where a row is too little work for a large GPU: launching a small target's kernels takes the host
+    longer than running them takes the device, and longer rows are more work for the same launches. "" elsewhere."""
+    longer = min(_LONGER, geometry.max_position_embeddings)
+    small = geometry.layers * geometry.layer_parameters < _SMALL
+    if not small or longer < 2 * length or facts.tokens < _LEAST_ROWS * longer:
+        return ""
+    return f"; on a large GPU try {longer}, for so small a target (draftsmith bench row)"
 
 
 def choose_depth(geometry: TargetGeometry) -> tuple[int, tuple[int, ...]]:
@@ -154,7 +172,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
     layers, taps = choose_depth(geometry)
     mask = choose_mask_token(tokenizer, geometry.vocab_rows, facts.used_ids)
     anchors = min(512, max(8, length // 6 // 8 * 8))
-    rows_per_update = max(1, torch.cuda.device_count() * 3 // 8)
+    rows_per_update = max(1, torch.cuda.device_count())
     updates = max(1, EPOCHS * -(-facts.tokens // length) // rows_per_update)
     about = "" if facts.whole else "about "
     lines: list[str | tuple[str, str]] = [
@@ -178,7 +196,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
         (f"  mask_token_id: {mask.id}", f"{mask.rule}; does not occur in the data looked at"),
         "",
         "rows:",
-        (f"  length: {length}", f"S, {length_reason}"),
+        (f"  length: {length}", f"S, {length_reason}{longer_rows(facts, geometry, length)}"),
         (f"  anchors: {anchors}", "N, a sixth of S, at most 512"),
         "",
         "objective:",
@@ -206,7 +224,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
 
 def _rows_reason() -> str:
     count = torch.cuda.device_count()
-    return f"one for each drafter of {count} GPUs" if count > 2 else "a multiple of the number of drafters"
+    return f"one for each of {count} GPUs" if count > 1 else "a multiple of the number of drafters"
 
 
 def _text(value: str) -> str:

@@ -1,8 +1,9 @@
 """Hand-off between workers: bounded, and in order by number.
 
 One `Link` stands in front of each consumer. It knows which numbers that consumer handles (first, first + stride, …), so
-several producers may fill it in any order and the consumer still takes them in sequence. A producer waits while its
-number is `capacity` or more ahead of what was taken; the lowest number always fits, so nothing can block for ever.
+several producers may fill it in any order and the consumer still takes them in sequence. A producer reserves room first
+and waits while its number is `capacity` or more ahead of what was taken, or its bytes are too many beside those that
+are reserved. The lowest number always fits, whatever its size, so nothing can block for ever.
 
 `Stop` is the one switch that ends everything: the first failure is kept, every waiting worker wakes up within a poll
 interval and leaves through `Stopped`.
@@ -69,18 +70,21 @@ class Link(Generic[Item]):
         stride: distance between its numbers.
         capacity: items that may wait.
         stop: ends waiting.
+        most_bytes: that may wait, unless a single item is larger; None: no limit.
     """
 
-    def __init__(self, first: int, stride: int, capacity: int, stop: Stop) -> None:
+    def __init__(self, first: int, stride: int, capacity: int, stop: Stop, most_bytes: int | None = None) -> None:
         self._next = first
         self._stride = stride
         self._capacity = capacity
         self._stop = stop
+        self._most_bytes = most_bytes
         self._items: dict[int, Item] = {}
+        self._reserved: dict[int, int] = {}  # bytes by number, from the reservation until the item is taken
         self._changed = threading.Condition()
 
-    def put(self, number: int, item: Item) -> None:
-        """Waits until `number` is near enough, then leaves the item.
+    def reserve(self, number: int, size: int = 0) -> None:
+        """Waits until `number` is near enough and `size` bytes have room; `put` does not wait then.
 
         Raises:
             Stopped: the pipeline ended.
@@ -88,9 +92,21 @@ class Link(Generic[Item]):
         with self._changed:
             assert (number - self._next) % self._stride == 0, f"{number} is not of this consumer"
             assert number >= self._next, f"{number} was taken already, and handed over twice"
-            assert number not in self._items, f"{number} was handed over twice"
-            while number - self._next >= self._capacity * self._stride:
+            assert number not in self._reserved, f"{number} was handed over twice"
+            while not self._fits(number, size):
                 self._wait()
+            self._reserved[number] = size
+
+    def put(self, number: int, item: Item) -> None:
+        """Leaves the item; without a reservation it waits for one, of no bytes.
+
+        Raises:
+            Stopped: the pipeline ended.
+        """
+        with self._changed:
+            assert number not in self._items, f"{number} was handed over twice"
+            if number not in self._reserved:
+                self.reserve(number)
             self._items[number] = item
             self._changed.notify_all()
 
@@ -105,6 +121,7 @@ class Link(Generic[Item]):
             while number not in self._items:
                 self._wait()
             item = self._items.pop(number)
+            del self._reserved[number]
             self._next += self._stride
             self._changed.notify_all()
             return item
@@ -113,6 +130,18 @@ class Link(Generic[Item]):
         """Items that wait."""
         with self._changed:
             return len(self._items)
+
+    def bytes(self) -> int:
+        """Bytes that wait or are reserved."""
+        with self._changed:
+            return sum(self._reserved.values())
+
+    def _fits(self, number: int, size: int) -> bool:
+        if number == self._next:
+            return True
+        if number - self._next >= self._capacity * self._stride:
+            return False
+        return self._most_bytes is None or sum(self._reserved.values()) + size <= self._most_bytes
 
     def _wait(self) -> None:
         self._stop.check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,21 @@ import torch
 
 from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
+from draftsmith.data.report import DataReport
 from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.observe.run_folder import next_free
+from draftsmith.pipeline.costs import counted_costs
 from draftsmith.pipeline.jobs import JobSequence
-from draftsmith.pipeline.memory import DeviceMemory, estimate_memory
+from draftsmith.pipeline.lowering import check_precision
+from draftsmith.pipeline.memory import GIB, DeviceMemory, estimate_memory
+from draftsmith.pipeline.sync import exchange_line
 from draftsmith.pipeline.topology import Topology, resolve_topology
 from draftsmith.target.geometry import TargetGeometry, read_geometry, read_kinds
 from draftsmith.target.load import load_tokenizer, read_stop_ids
 from draftsmith.target.taps import MaskToken, choose_mask_token
+from draftsmith.target.weights import count_weights
 
 # Fields of the config's drafter section that a drafter to start from decides.
 _OF_INIT = (
@@ -73,6 +78,12 @@ class Plan:
     memory: tuple[DeviceMemory, ...]
     notices: tuple[str, ...]
 
+    def lacks(self, *, empty: bool = False) -> Callable[[Topology], str]:
+        """Why a topology does not fit into what is free now, or into devices without anything else; "" if it does."""
+        devices = [device for device in self.topology.devices if device.type == "cuda"]
+        free = {str(device): torch.cuda.mem_get_info(device)[1 if empty else 0] for device in devices}
+        return lambda topology: _lacks(_memory(self, topology), free)
+
     @property
     def steps(self) -> int:
         """Updates of the whole run."""
@@ -85,7 +96,8 @@ class Plan:
         topology = self.topology
         lines = [
             f"target    {config.target.path}: {self.geometry.layers} layers x {self.geometry.hidden_size}, "
-            f"{self.geometry.vocab_rows:,} vocabulary rows, {_name(self.target_dtype)}",
+            f"{self.geometry.vocab_rows:,} vocabulary rows, {_name(self.target_dtype)}"
+            f"{', fp8 up to the last tap' if config.target.precision == 'fp8' else ''}",
             f"drafter   {spec.layers} layers, {self.parameters / 1e6:.1f} M parameters, {_name(self.dtype)}; "
             f"B={spec.block_size}, taps {list(spec.taps)}, mask token {spec.mask_token_id} ({self.mask.rule})",
             f"rows      S={config.rows.length}, N={config.rows.anchors}, Q={config.rows.anchors * spec.block_size}; "
@@ -96,6 +108,14 @@ class Plan:
             f"{config.pipeline.prefetch} prefetch workers ({topology.reason})",
             f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}",
         ]
+        sequence = self.sequence
+        if sequence.ranks > 1:
+            lines.append(
+                f"ranks     this is {sequence.rank} of {sequence.ranks}, with {sequence.own_rows} rows of every update"
+            )
+        backend = "NCCL" if topology.drafters[0].type == "cuda" else "gloo"
+        exchange = exchange_line(self.parameters, self.dtype.itemsize, len(topology.drafters), sequence.ranks, backend)
+        lines += [f"exchange  {exchange}"] if exchange else []
         lines += [f"memory    {memory.line()}" for memory in self.memory]
         lines += [f"data      {line}" for line in self.corpus.report.lines()]
         lines += [f"note      {notice}" for notice in self.notices]
@@ -114,6 +134,7 @@ class Plan:
                 "drafters": [str(device) for device in self.topology.drafters],
                 "prefetch": self.config.pipeline.prefetch,
                 "reason": self.topology.reason,
+                "costs": self.topology.costs and self.topology.costs.to_json(),
             },
             "rows_per_epoch": self.corpus.train.rows_per_epoch,
             "steps": self.steps,
@@ -124,7 +145,12 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig, *, overfit: bool = False, progress: Callable[[str], None] = lambda _text: None
+    config: RunConfig,
+    *,
+    overfit: bool = False,
+    progress: Callable[[str], None] = lambda _text: None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Plan:
     """Resolves a config; reads the target's config and tokenizer, and all of the data.
 
@@ -132,6 +158,7 @@ def make_plan(
         config: the run.
         overfit: one row, no evaluation, constant learning rate.
         progress: told what takes long.
+        rank, ranks: whose plan, of how many; devices are this rank's own.
 
     Raises:
         UserError: anything in the config that cannot be done on this machine or with this target and data.
@@ -139,10 +166,12 @@ def make_plan(
     notices: list[str] = []
     geometry = read_geometry(config.target)
     tokenizer = load_tokenizer(config.target)
-    topology = resolve_topology(config.pipeline, config.training.rows_per_update)
+    own_rows = len(range(rank, config.training.rows_per_update, ranks))
+    topology = resolve_topology(config.pipeline, own_rows)
     on_cuda = {device.type == "cuda" for device in topology.drafters} == {True}
     dtype = _dtype(config.training.dtype, on_cuda)
     target_dtype = _dtype(config.target.dtype, all(device.type == "cuda" for device in topology.targets))
+    check_precision(config, topology.targets, target_dtype)
 
     spec = read_spec_to_start_from(config, geometry, notices) if config.drafter.init else None
     block_size = spec.block_size if spec else config.drafter.block_size
@@ -159,22 +188,93 @@ def make_plan(
     mask = choose_mask_token(tokenizer, geometry.vocab_rows, torch.from_numpy(corpus.used_ids), configured)
     spec = spec or resolve_spec(config.drafter, geometry, mask.id)
 
+    notices += beyond_positions(config.rows.length, corpus.report, geometry)
     attention, compiled = _attention(config, spec, on_cuda, notices)
-    sequence = _sequence(config, corpus, overfit, notices)
+    sequence = replace(_sequence(config, corpus, overfit, notices), rank=rank, ranks=ranks)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in DraftModel(spec).parameters())
-    idle = -config.training.rows_per_update % len(topology.drafters)
-    if idle:
-        share = idle / (config.training.rows_per_update + idle)
-        notices.append(
-            f"rows_per_update {config.training.rows_per_update} is not a multiple of {len(topology.drafters)} drafters"
-            f": {100 * share:.0f} % of the drafters' time is idle"
-        )
-    memory = estimate_memory(config, topology, geometry, spec, parameters, dtype, target_dtype, attention)
-    return Plan(
+    plan = Plan(
         config, topology, geometry, read_kinds(config.target), spec, mask, dtype, target_dtype, attention, compiled,
-        corpus, sequence, parameters, memory, tuple(notices),
+        corpus, sequence, parameters, (), tuple(notices),
     )  # fmt: skip
+    if topology.to_measure:
+        counted = counted_costs(config, geometry, spec, parameters, dtype.itemsize)
+        topology = resolve_topology(config.pipeline, own_rows, counted, plan.lacks())
+    return with_topology(plan, topology)
+
+
+def with_topology(plan: Plan, topology: Topology) -> Plan:
+    """The same plan on other devices.
+
+    Raises:
+        UserError: some drafters would never get a row.
+    """
+    before: list[str] = []
+    now: list[str] = []
+    sequence = plan.sequence
+    for devices, found in ((plan.topology.drafters, before), (topology.drafters, now)):
+        check_dealing(plan.config, sequence.own_rows, len(devices), sequence.rank, sequence.ranks, found)
+    notices = [notice for notice in plan.notices if notice not in before] + now
+    return replace(plan, topology=topology, memory=_memory(plan, topology), notices=tuple(notices))
+
+
+def _memory(plan: Plan, topology: Topology) -> tuple[DeviceMemory, ...]:
+    return estimate_memory(
+        plan.config,
+        topology,
+        plan.geometry,
+        plan.spec,
+        plan.parameters,
+        plan.dtype,
+        plan.target_dtype,
+        plan.attention,
+        None if plan.config.target.features else count_weights(plan.config.target, plan.target_dtype),
+    )
+
+
+def _lacks(memory: tuple[DeviceMemory, ...], free: dict[str, int]) -> str:
+    """What the first device that is too small for it lacks, for people; "" if there is none."""
+    for each in memory:
+        room = free.get(each.device)
+        if room is not None and each.total > room:
+            return f"needs about {each.total / GIB:.0f} GiB on {each.device}, of which {room / GIB:.0f} are free"
+    return ""
+
+
+def check_dealing(config: RunConfig, own_rows: int, drafters: int, rank: int, ranks: int, notices: list[str]) -> None:
+    """Whether the rows of an update can be dealt to all ranks and drafters; what stays idle becomes a notice.
+
+    Raises:
+        UserError: some would never get a row.
+    """
+    total = config.training.rows_per_update
+    if own_rows < drafters:
+        whom = f"rank {rank} of {ranks} gets {own_rows}" if ranks > 1 else f"there are {own_rows}"
+        raise UserError(
+            f"{total} rows for each update are too few: {whom}, for {drafters} drafters",
+            where="training.rows_per_update",
+            fix=f"raise it to {ranks * drafters}",
+        )
+    if total % ranks:
+        notices.append(f"rows_per_update {total} is not a multiple of {ranks} ranks: some wait for others")
+    idle = -own_rows % drafters
+    if idle:
+        notices.append(
+            f"rows_per_update {own_rows} is not a multiple of {drafters} drafters"
+            f": {100 * idle / (own_rows + idle):.0f} % of the drafters' time is idle"
+        )
+
+
+def beyond_positions(length: int, report: DataReport, geometry: TargetGeometry) -> list[str]:
+    """What is to be said where rows are longer than the target's positions. Positions begin anew in each document."""
+    most = geometry.max_position_embeddings
+    if length <= most:
+        return []
+    longest = max(part.lengths.most for part in (report.train, report.held_out) if part is not None)
+    what = f"rows.length {length:,} is more than the {most:,} positions of the target"
+    if longest <= most:
+        return [f"{what}; no document is longer than {longest:,} tokens, so none gets there"]
+    return [f"{what}, and documents of up to {longest:,} tokens go beyond them: lower it to {most} to cut them there"]
 
 
 def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry, notices: list[str]) -> DrafterSpec:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from draftsmith.blocks import DraftBatch, LayerKind, Row
 from draftsmith.compiled import Expected, Region
-from draftsmith.drafter import build_masks
 from draftsmith.drafter.attention import DenseMask
 from draftsmith.pipeline.plan import Plan
 from draftsmith.target.forward import Features
@@ -64,7 +63,7 @@ def make_sample(plan: Plan, draft: Callable[[Row], DraftBatch], device: torch.de
 
 def regions_of(replica: Replica) -> list[Region]:
     """A replica's regions: the drafter's forward and the objective's chunk."""
-    found = [replica.forward, replica.objective.terms]
+    found = [replica.fill_blocks, replica.objective.terms]
     return [region for region in found if isinstance(region, Region)]
 
 
@@ -84,7 +83,7 @@ def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
     so a drafter that attention hardly moves cannot pass by that.
     """
     batch = sample.batch
-    hidden_QH = _forward(replica, sample).detach()
+    hidden_QH = replica.hidden(sample.features, sample.batch).detach()
     valid = int(batch.valid_N.sum())
     if valid == 0:
         return "the made-up row has no anchor to compare"
@@ -105,14 +104,6 @@ def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
             f"its output is no nearer to the dense reference ({error:.1e}) than one that sees the anchor ({leak:.1e})"
         )
     return ""
-
-
-def _forward(replica: Replica, sample: Sample) -> Tensor:
-    """The same call as in a step, so that nothing new compiles."""
-    batch, features = sample.batch, sample.features
-    embeddings_QH = replica.head.embed(batch.inputs_Q).to(features.taps_SF.dtype)
-    masks = build_masks(batch, replica.attention)
-    return replica.forward(features.taps_SF, embeddings_QH, batch.context_positions_S, batch.block_positions_Q, masks)
 
 
 @torch.no_grad()

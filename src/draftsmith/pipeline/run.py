@@ -1,42 +1,59 @@
 """Training from start to end: plan, load, start the workers, supervise, save, stop.
 
-One process. The main thread loads, starts the threads and then only waits (`supervise.py`).
+One process, or one for each rank (`ranks.py`). The main thread loads, starts the threads and then only waits
+(`supervise.py`).
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.blocks import DraftBatch, Row, make_draft_batch
-from draftsmith.compiled import Gate, cache
+from draftsmith.compiled import Entry, Gate, cache
 from draftsmith.config import RunConfig
 from draftsmith.drafter import load_drafter
-from draftsmith.drafter.model import DraftModel, initialise
+from draftsmith.drafter.model import DraftModel, empty_model, initialise
 from draftsmith.errors import UserError
 from draftsmith.objective import HeadTerms, Objective, decay_weights
 from draftsmith.observe.events import Event, EventLog
 from draftsmith.observe.notice import Noticer, environment_changes, find_earlier
-from draftsmith.observe.run_folder import check_run_folder, open_run_folder
-from draftsmith.observe.tensorboard import TensorBoard
-from draftsmith.observe.tracking import find_tracker, trackers
+from draftsmith.observe.run_folder import holds_run
+from draftsmith.pipeline.balance import balance_of
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, make_regions
 from draftsmith.pipeline.environment import environment_record
+from draftsmith.pipeline.handoff import HandOff
 from draftsmith.pipeline.held_out import HeldOut
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Link, Stop
+from draftsmith.pipeline.lowering import lower_target
+from draftsmith.pipeline.measure import settle
+from draftsmith.pipeline.not_finite import NotFinite
+from draftsmith.pipeline.out_of_memory import explain, explained
+from draftsmith.pipeline.phases import StartPhases
 from draftsmith.pipeline.plan import Plan, make_plan, overfit_config
 from draftsmith.pipeline.progress import OVERFIT_LOSS, OVERFITTED, Progress
+from draftsmith.pipeline.ranks import Ranks
 from draftsmith.pipeline.saving import Saver
+from draftsmith.pipeline.seat import Seat
 from draftsmith.pipeline.signals import Signals, listening
+from draftsmith.pipeline.starting import (
+    checkpoint_to_resume,
+    gathered,
+    look_ahead,
+    must_agree,
+    run_log,
+    shared,
+    with_output,
+)
 from draftsmith.pipeline.stored import stored_targets
 from draftsmith.pipeline.supervise import supervise
 from draftsmith.pipeline.sync import Exchange
@@ -48,13 +65,11 @@ from draftsmith.target.head import TargetHead
 from draftsmith.target.load import load_target
 from draftsmith.training.checkpoint import (
     Checkpoint,
-    clean_up,
-    newest_usable,
     prune_checkpoints,
     save_checkpoint,
 )
 from draftsmith.training.step import Replica
-from draftsmith.training.update import ReplicaUpdate, make_updates
+from draftsmith.training.update import make_updates
 
 DISAGREEMENT = "what trains is not what serves"
 ABANDONED = ("interrupted", "terminated", DISAGREEMENT)  # reasons after which nothing more is decoded
@@ -69,13 +84,14 @@ class TrainResult:
         folder: of the run.
         step: updates done.
         reason: why it ended ("all steps done", "time limit", "interrupted", "terminated", "overfitted").
-        loss, tau_proxy: of the last update.
+        loss, tau_proxy: of the last update; not numbers if this process made none.
         losses: of every update of this process.
         evaluation: last held-out figures, if any.
         checkpoint: folder of the last checkpoint, which is also the exported drafter.
         seconds: from the first row on.
         tokens: real tokens trained on.
         succeeded: false only for an overfit run whose loss stayed up.
+        rank: of this process; rank 0 tells people.
     """
 
     folder: Path
@@ -89,13 +105,21 @@ class TrainResult:
     seconds: float
     tokens: int
     succeeded: bool = True
+    rank: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """For `--json`, which knows no NaN: what is not a finite number is null."""
         content = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "losses"}
+        content.update(_finite({"loss": self.loss, "tau_proxy": self.tau_proxy}))
+        content["evaluation"] = None if self.evaluation is None else _finite(self.evaluation)
         content["folder"] = str(self.folder)
         content["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
         return content
+
+
+def _finite(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with None for every number that is not finite; figures may be lists of numbers."""
+    return json.loads(json.dumps(content), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 
 
 def train(
@@ -119,29 +143,28 @@ def train(
         UserError: wrong input, or training cannot go on (the loss is not finite, the device is out of memory).
         KeyboardInterrupt: interrupted twice.
     """
-    if overfit:
-        config = overfit_config(config)
-    # Whatever can be found wrong without the target's weights is found before the folder is touched.
-    check_run_folder(config, resume=resume)
-    for name in config.training.trackers:
-        find_tracker(name)
-    plan = make_plan(config, overfit=overfit)
-    with open_run_folder(config, resume=resume) as folder:
-        began = threading.Event()
-        listeners: list[Callable[[Event], None]] = [lambda event: began.set() if event["kind"] == "run" else None]
-        listeners += [listener] if listener else []
-        if config.training.tensorboard:
-            listeners.append(TensorBoard(folder.tensorboard))
-        with EventLog(folder.events, listeners) as log, listening() as signals:
-            for tracker in trackers(config.training.trackers, folder.path, lambda text: log.write("notice", text=text)):
-                log.listen(tracker)
+    began = time.time()
+    seat = Seat.read()
+    devices = seat.take_devices(config.pipeline.devices_per_rank) if seat.world > 1 else ""
+    ranks = Ranks(seat)  # waits for the others where no handler of signals would be heard
+    with listening() as signals, ranks:
+        if overfit:
+            config = with_output(overfit_config(config), ranks)
+        # Whatever can be found wrong without the target's weights is found before the folder is touched.
+        again = any(ranks.gather(seat.restarts > 0))
+        resume = ranks.share(resume or (again and holds_run(config)))
+        ranks.together(lambda: look_ahead(config, resume, ranks))
+        plan = ranks.in_turn(lambda: make_plan(config, overfit=overfit, rank=ranks.rank, ranks=ranks.world))
+        ranks.agree(must_agree(plan))
+        with run_log(config, ranks, resume, listener) as (folder, log):
+            log.listen(StartPhases(log, began))
             try:
-                return _train(plan, folder.path, log, signals, resume, max_minutes, overfit)
+                if devices:
+                    log.write("notice", text=f"rank {ranks.rank} of {ranks.world} has {devices}")
+                return _train(plan, folder, log, signals, ranks, resume, max_minutes, overfit)
             except BaseException as error:
                 log.write("error", text=str(error) or type(error).__name__, final=True)
                 log.write("end", reason="failed", step=None)
-                if isinstance(error, UserError) and not began.is_set() and not resume:
-                    folder.discard()
                 raise
 
 
@@ -150,23 +173,28 @@ def _train(
     folder: Path,
     log: EventLog,
     signals: Signals,
+    ranks: Ranks,
     resume: bool,
     max_minutes: float | None,
     overfit: bool,
 ) -> TrainResult:
-    checkpoint = _checkpoint_to_resume(folder, plan, log) if resume else None
-    facts = plan.to_json()
-    record = json.dumps(environment_record(), indent=1, default=str) + "\n"
-    (folder / "environment.json").write_text(record, encoding="utf-8")
-    (folder / "resolved.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+    checkpoint = shared(checkpoint_to_resume(folder, plan, log) if resume and ranks.writes else None, ranks)
+    with explained(plan):
+        plan, loaded = settle(plan, folder, log, resume=resume, share=ranks.share)
+    ranks.agree(must_agree(plan))
     log.write("plan", lines=plan.lines())
-    if plan.corpus.report.incidents:
-        plan.corpus.report.write_incidents(folder / "data-incidents.jsonl")
+    if ranks.writes:
+        record = json.dumps(environment_record(), indent=1, default=str) + "\n"
+        (folder / "environment.json").write_text(record, encoding="utf-8")
+        facts = json.dumps(plan.to_json(), indent=2, default=str) + "\n"
+        (folder / "resolved.json").write_text(facts, encoding="utf-8")
+        if plan.corpus.report.incidents:
+            plan.corpus.report.incidents.write(folder / "data-incidents.jsonl")
     for notice in plan.notices:
         log.write("notice", text=notice)
 
-    with _cpu_threads(plan.topology, log):
-        return _load_and_run(plan, folder, log, signals, checkpoint, max_minutes, overfit)
+    with _cpu_threads(plan.topology, log), explained(plan):
+        return _load_and_run(plan, loaded, folder, log, signals, ranks, checkpoint, max_minutes, overfit)
 
 
 @contextmanager
@@ -189,22 +217,26 @@ def _cpu_threads(topology: Topology, log: EventLog) -> Iterator[None]:
 
 def _load_and_run(
     plan: Plan,
+    loaded: dict[torch.device, Target],
     folder: Path,
     log: EventLog,
     signals: Signals,
+    ranks: Ranks,
     checkpoint: Checkpoint | None,
     max_minutes: float | None,
     overfit: bool,
 ) -> TrainResult:
     began = time.monotonic()
-    targets = load_targets(plan)
-    way = f"{targets[0].packing}: {targets[0].packing_reason}"
-    log.write("notice", text=f"target loaded in {time.monotonic() - began:.1f} s; packed rows run as {way}")
+    targets = load_targets(plan, loaded)
+    way, seconds = f"{targets[0].packing}: {targets[0].packing_reason}", time.monotonic() - began
+    log.write("notice", text=f"target loaded in {seconds:.1f} s; packed rows run as {way}", weights_seconds=seconds)
+    for remark in targets[0].remarks:
+        log.write("notice", text=remark)
     if plan.compiled:
         cache.use(cache_folder(plan))
     gate = Gate()
     try:
-        return _run(plan, folder, log, signals, gate, targets, checkpoint, max_minutes, overfit)
+        return _run(plan, folder, log, signals, ranks, gate, targets, checkpoint, max_minutes, overfit)
     finally:
         gate.close()
 
@@ -214,6 +246,7 @@ def _run(
     folder: Path,
     log: EventLog,
     signals: Signals,
+    ranks: Ranks,
     gate: Gate,
     targets: list[Target],
     checkpoint: Checkpoint | None,
@@ -224,11 +257,20 @@ def _run(
     first_update = checkpoint.step if checkpoint else 0
     replicas = make_replicas(plan, targets[0].head(), gate, checkpoint)
     updates = make_updates([replica.model for replica in replicas], config.optimizer)
+    for update in updates:
+        if update.device.type == "cuda":
+            log.write("notice", text=f"update of drafter {update.index}: {update.describe()}")
     if checkpoint:
         for update in updates:
             update.load_state_tensors(checkpoint.tensors)
         for update in updates:
             update.refresh(updates)
+        for update in updates:
+            update.settle()
+        checkpoint.tensors.clear()  # as large as masters and optimizer state together
+    way = ranks.connect([update.device for update in updates])
+    if way:
+        log.write("notice", text=f"{ranks.world} ranks exchange gradients through {way}")
 
     identity = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint()}
 
@@ -249,18 +291,27 @@ def _run(
 
     workers: list[Worker] = []
     stop = Stop()
+    ranks.watch(stop)
     saver = Saver(write, log, stop, written)
-    progress = Progress(config, sequence, first_update, log, [], saver, snapshot, max_minutes, overfit)
-    workers += _make_workers(plan, targets, replicas, updates, progress, gate, log, first_update, stop, overfit)
+    rows = plan.corpus.train
+    not_finite = NotFinite(
+        config.training.on_nan, lambda row: rows.row_documents(rows.packed_row(0 if overfit else row))
+    )
+    progress = Progress(
+        config, sequence, first_update, log, [], saver, snapshot, max_minutes, overfit, not_finite, ranks
+    )
+    exchange = Exchange(updates, stop, ranks.across)
+    workers += make_workers(plan, targets, replicas, exchange, progress, gate, log, first_update, stop, overfit)
     progress.clocks.extend(worker.clock for worker in workers)
-    cards = {str(device): _card(device) for device in plan.topology.devices}
-    earlier = find_earlier(folder, cards)
-    log.listen(Noticer(log, earlier, environment_changes(earlier.folder, folder) if earlier else []))
+    cards, names = gathered(plan, workers, ranks)
+    if ranks.writes:
+        earlier = find_earlier(folder, cards)
+        log.listen(Noticer(log, earlier, environment_changes(earlier.folder, folder) if earlier else []))
     log.write(
         "run",
         step=first_update,
         steps=sequence.steps,
-        workers=[worker.name for worker in workers],
+        workers=names,
         cards=cards,
         **identity,
         anchors=config.rows.anchors * config.training.rows_per_update,
@@ -269,10 +320,13 @@ def _run(
     devices, queue = plan.topology.devices, config.pipeline.queue
     try:
         if first_update < sequence.steps:
-            if config.decoding.every:
+            if config.decoding.every and ranks.writes:
                 held_out = HeldOut(plan, folder, log, lambda: progress.request_end(DISAGREEMENT), first_update)
-            with Vitals(log, folder, devices, progress.clocks, links, queue, lambda: progress.steps_done):
-                supervise(workers, stop, progress, signals, config.training.grace)
+            balance = balance_of(plan, progress.clocks)
+            done, at, warm = (lambda: progress.steps_done), (lambda: progress.stepped_at), progress.warm
+            others = ranks.post_sample
+            with Vitals(log, folder, devices, progress.clocks, links, queue, done, balance, warm, others, at):
+                supervise(workers, stop, progress, signals, config.training.grace, partial(explain, plan))
             if held_out is not None and saver.last is not None and progress.reason not in ABANDONED:
                 held_out.offer(saver.last_step, saver.last, last=True)
                 with suppress(KeyboardInterrupt):  # everything is saved: only the last figure is given up
@@ -301,50 +355,79 @@ def _run(
         seconds=progress.seconds,
         tokens=progress.tokens,
         succeeded=succeeded,
+        rank=ranks.rank,
     )
 
 
-def load_targets(plan: Plan) -> list[Target]:
-    """One `Target` per target worker, or what stands in for it; workers on one device share it."""
+def load_targets(plan: Plan, loaded: dict[torch.device, Target] | None = None) -> list[Target]:
+    """One `Target` per target worker, or what stands in for it; workers on one device share it.
+
+    Args:
+        plan: of the run.
+        loaded: what is there already, by device.
+    """
     if plan.config.target.features:
         return stored_targets(plan, Path(plan.config.target.features))
-    loaded: dict[torch.device, Target] = {}
-    for device in plan.topology.targets:
-        if device not in loaded:
-            loaded[device] = load_target(plan.config.target, device, plan.target_dtype)
+    by_span: dict[tuple[torch.device, ...], Target] = {(device,): target for device, target in (loaded or {}).items()}
+    for span in plan.topology.spans:
+        if span not in by_span:
+            by_span[span] = _load_one_target(plan, span)
+    return [by_span[span] for span in plan.topology.spans]
+
+
+def _load_one_target(plan: Plan, span: tuple[torch.device, ...]) -> Target:
+    """A target as the plan wants it."""
+    target = load_target(plan.config.target, span[0], plan.target_dtype, span)
     if plan.config.objective.labels == "data":
-        for target in loaded.values():
-            target.free_layers_after(max(plan.spec.taps))
-    return [loaded[device] for device in plan.topology.targets]
+        target.free_layers_after(max(plan.spec.taps))
+    lower_target(plan, target)
+    return target
 
 
-def make_replicas(plan: Plan, head: TargetHead, gate: Gate, checkpoint: Checkpoint | None = None) -> list[Replica]:
-    """One replica per drafter of the plan, each on its device with a copy of the target's head."""
+def make_replicas(
+    plan: Plan,
+    head: TargetHead,
+    gate: Gate,
+    checkpoint: Checkpoint | None = None,
+    fill: Callable[[DraftModel], None] | None = None,
+) -> list[Replica]:
+    """One replica per drafter of the plan, each on its device with a copy of the target's head.
+
+    Args:
+        plan: of the run.
+        head: of the target.
+        gate: of all regions.
+        checkpoint: whose weights follow.
+        fill: gives the first one its weights; None: as a run begins.
+    """
     config, spec = plan.config, plan.spec
-    replicas = []
+    replicas: list[Replica] = []
     for index, device in enumerate(plan.topology.drafters):
-        model = DraftModel(spec, config.training.activation_checkpointing)
-        if config.drafter.init and checkpoint is None:
+        model = empty_model(spec, config.training.activation_checkpointing, device=device, dtype=plan.dtype)
+        if replicas:
+            model.load_state_dict(replicas[0].model.state_dict())
+        elif fill is not None:
+            fill(model)
+        elif config.drafter.init and checkpoint is None:
             start = load_drafter(Path(config.drafter.init), dtype=torch.float32, target_layers=spec.target_layers)
             model.load_state_dict(start.state_dict())
         else:
             initialise(model, config.training.seed, head.final_scale_H)
-        model = model.to(device, plan.dtype)
         own_head = head.to(device)
-        forward, terms = make_regions(plan, index, model.forward, gate)
+        fill_blocks, terms = make_regions(plan, index, model.fill_blocks, gate)
         head_VH = own_head.head_VH.to(plan.dtype)
         objective = Objective(
             config.objective, spec.block_size, HeadTerms(head_VH, own_head.multiplier, own_head.softcap), terms
         )
-        replicas.append(Replica(model, own_head, objective, plan.attention, forward))
+        replicas.append(Replica(model, own_head, objective, plan.attention, fill_blocks))
     return replicas
 
 
-def _make_workers(
+def make_workers(
     plan: Plan,
     targets: list[Target],
     replicas: list[Replica],
-    updates: list[ReplicaUpdate],
+    exchange: Exchange,
     progress: Progress,
     gate: Gate,
     log: EventLog,
@@ -352,6 +435,7 @@ def _make_workers(
     stop: Stop,
     overfit: bool,
 ) -> list[Worker]:
+    """All threads of the pipeline, with the links between them; none is started."""
     config, sequence = plan.config, plan.sequence
     devices = list(plan.topology.drafters)
     first = sequence.first_number(first_update)
@@ -360,9 +444,10 @@ def _make_workers(
         Link(_first_of(first, index, len(targets)), len(targets), queue, stop) for index in range(len(targets))
     ]
     drafter_links: list[Link[Featured]] = [
-        Link(_first_of(first, index, len(devices)), len(devices), queue, stop) for index in range(len(devices))
+        Link(_first_of(first, index, len(devices)), len(devices), queue, stop, config.pipeline.queue_bytes)
+        for index in range(len(devices))
     ]
-    exchange = Exchange(updates, stop)
+    hand_offs = [HandOff(device, plan.dtype, lambda text: log.write("notice", text=text)) for device in devices]
     compiling = Compiling(
         plan,
         gate,
@@ -371,9 +456,14 @@ def _make_workers(
         log,
         made_up_drafts(plan),
         first_update,
-        log.path.parent / "ledger.json",
+        log.path.with_name("ledger.json" if sequence.rank == 0 else f"ledger-rank-{sequence.rank}.json"),
         [TargetLayers(plan, target, gate) for target in dict.fromkeys(targets)],
+        progress.ranks.first_of_machine(),
     )
+    for update in exchange.updates:
+        if (seconds := update.kernel_seconds) is not None:
+            where, name = str(update.device), f"update {update.index}"
+            compiling.ledger.note(Entry(name, where, "forward", "compiled", compiled=seconds, key="Triton"))
     on_cuda = any(device.type == "cuda" for device in devices)
     make = batch_maker(plan, overfit)
     workers: list[Worker] = [
@@ -392,8 +482,7 @@ def _make_workers(
                 target_links[index],
                 len(targets),
                 drafter_links,
-                devices,
-                plan.dtype,
+                hand_offs,
                 stop,
             )
         )
@@ -407,6 +496,7 @@ def _make_workers(
                 sequence,
                 first_update,
                 drafter_links[index],
+                hand_offs[index],
                 exchange,
                 progress,
                 compiling,
@@ -414,11 +504,6 @@ def _make_workers(
             )
         )
     return workers
-
-
-def _card(device: torch.device) -> str:
-    """What the device is, by its maker's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _first_of(first: int, index: int, count: int) -> int:
@@ -460,42 +545,9 @@ def draft_batch(plan: Plan, row: Row, weights: torch.Tensor, seed: tuple[int, ..
         block_size=plan.spec.block_size,
         mask_token_id=plan.spec.mask_token_id,
         slot_weights_B=weights,
-        chunk=plan.config.objective.chunk,
+        chunk=plan.config.head_chunk,
         kinds=plan.spec.kinds,
         seed=seed,
         with_tiles=plan.attention == "flex",
         per_document=plan.config.anchors.limits(),
     )
-
-
-def _checkpoint_to_resume(folder: Path, plan: Plan, log: EventLog) -> Checkpoint | None:
-    """The newest checkpoint that is whole and of this run; None if the run stopped before its first one.
-
-    Raises:
-        UserError: none of them can be used, or the training rows are others.
-    """
-    with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in DraftModel(plan.spec).named_parameters()}
-
-    def accept(checkpoint: Checkpoint) -> None:
-        if checkpoint.state.get("fingerprint") != plan.config.fingerprint():
-            raise UserError("this checkpoint is of another run", where=str(checkpoint.folder))
-        if {name: tuple(value.shape) for name, value in checkpoint.masters.items()} != expected:
-            raise UserError("this checkpoint is of another drafter", where=str(checkpoint.folder))
-
-    def refused(error: UserError, place: Path) -> None:
-        log.write("notice", topic="checkpoint", text=f"refused {error}; it lies in {place.name}")
-
-    clean_up(folder)
-    checkpoint = newest_usable(folder, accept, refused)
-    if checkpoint is None:
-        log.write("notice", text="there is no checkpoint yet: starts from the first step")
-        return None
-    if checkpoint.state.get("data") != plan.corpus.train.fingerprint():
-        raise UserError(
-            "its training rows are not those of this checkpoint: data files, tokenizer or template changed",
-            where=str(checkpoint.folder),
-            fix="restore them, or start a new run with drafter.init set to this checkpoint",
-        )
-    log.write("notice", text=f"resumed from {checkpoint.folder.name}")
-    return checkpoint

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.observe.events import EventLog
+from draftsmith.pipeline.hang import HungError
 from draftsmith.pipeline.link import Stop
 
 RETRY_SECONDS = 15.0  # after the first failure; twice as long after each further one
 LONGEST_RETRY_SECONDS = 600.0
 POLL_SECONDS = 0.1
+HUNG_CLOSE_SECONDS = 5.0
 
 Write = Callable[[int, dict[str, Tensor], dict[str, Any]], Path]
 
@@ -137,12 +139,12 @@ class Saver:
             self.take(step, tensors, state, last=True)
 
     def close(self) -> None:
-        """Waits for what is being written, and ends the thread."""
+        """Waits for what is being written, and ends the thread. Behind a hang not for long: it may be the cause."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(HUNG_CLOSE_SECONDS if isinstance(self._stop.cause, HungError) else None)
 
     def _wake(self) -> None:
         if self._thread is None:

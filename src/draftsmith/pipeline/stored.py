@@ -48,6 +48,8 @@ class StoredTarget:
     """
 
     packing = "separate"
+    remarks: tuple[str, ...] = ()
+    foreign = ""
     kinds: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, geometry: TargetGeometry, device: torch.device, dtype: torch.dtype) -> None:

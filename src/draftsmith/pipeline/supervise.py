@@ -1,28 +1,38 @@
 """The main thread while workers run: starts them, waits, answers Ctrl-C and signals, raises what went wrong first.
 
 Ctrl-C once finishes the update and saves, twice stops at once. SIGTERM saves within the grace: an update that takes
-longer than its share of that time is given up, and the state before it saved.
+longer than its share of that time is given up, and the state before it saved. If nothing moves for too long, the run
+ends with the name of the worker that stands still (`hang`).
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.pipeline.hang import HangWatch, HungError
 from draftsmith.pipeline.link import Stop
-from draftsmith.pipeline.progress import Progress
+from draftsmith.pipeline.out_of_memory import is_out_of_memory
+from draftsmith.pipeline.progress import LAST_SAVE_SECONDS, Progress
+from draftsmith.pipeline.pulse import RankLost
 from draftsmith.pipeline.signals import Signals, Terminated
 from draftsmith.pipeline.workers import DrafterWorker, Worker
 
 JOIN_SECONDS = 10.0
-_CPU_IS_FULL = "DefaultCPUAllocator"  # torch says so in a plain RuntimeError
+HUNG_JOIN_SECONDS = 2.0  # for the others, behind a worker that hangs
 PATIENT_SHARE = 0.4  # of the grace, for the update under way
 
 
-def supervise(workers: list[Worker], stop: Stop, progress: Progress, signals: Signals, grace: float) -> None:
+Explain = Callable[[BaseException, str, torch.device], UserError]
+
+
+def supervise(
+    workers: list[Worker], stop: Stop, progress: Progress, signals: Signals, grace: float, out_of_memory: Explain
+) -> None:
     """Starts the workers and waits for the end.
 
     Args:
@@ -31,9 +41,10 @@ def supervise(workers: list[Worker], stop: Stop, progress: Progress, signals: Si
         progress: told when the run should end or save.
         signals: tells what has arrived.
         grace: seconds from SIGTERM to the end.
+        out_of_memory: makes the error of a worker (its exception, name and device) whose memory is full.
 
     Raises:
-        UserError: a device is out of memory, or what a worker raised.
+        UserError: a device is out of memory, nothing moves any more, or what a worker raised.
         KeyboardInterrupt: interrupted twice.
         Terminated: before the first update, so nothing is saved.
     """
@@ -45,27 +56,35 @@ def supervise(workers: list[Worker], stop: Stop, progress: Progress, signals: Si
         if worker not in waiting:
             worker.start()
     interrupts = 0
-    while not stop.is_set():
-        try:
-            # Everybody else waits until the drafters have compiled.
-            if waiting and progress.warm.wait(0.05):
-                for worker in waiting:
-                    worker.start()
-                waiting = []
-            stop.wait(0.05)
-            if progress.requested == "terminated" and termination.given_up(warming_up=bool(waiting)):
-                return
-        except Terminated:
-            raise
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts == 1:
+    limit, folder = progress.config.pipeline.hang_seconds, progress.log.path.parent
+    with HangWatch(workers, limit, folder, progress.ranks.rank) as watch:
+        progress.log.listen(watch.heard)
+        while not stop.is_set():
+            try:
+                # Everybody else waits until the drafters have compiled.
+                if waiting and progress.warm.wait(0.05):
+                    for worker in waiting:
+                        worker.start()
+                    waiting = []
+                stop.wait(0.05)
+                if progress.requested == "terminated" and termination.given_up(warming_up=bool(waiting)):
+                    return
+                more = LAST_SAVE_SECONDS if progress.saving_last else 0.0
+                hung = watch.check(progress.steps_done, warming_up=bool(waiting), more=more)
+                if hung is not None:
+                    stop.set(hung)
+            except KeyboardInterrupt as interrupt:
+                interrupts += 1
+                if isinstance(interrupt, Terminated) or interrupts > 1:
+                    stop.set()
+                    raise
                 progress.request_end("interrupted")
-            else:
+            except BaseException:  # whatever it is, the workers must not go on without this thread
                 stop.set()
                 raise
-    _join([worker for worker in workers if worker not in waiting], JOIN_SECONDS)
-    _raise_cause(stop)
+    started = [worker for worker in workers if worker not in waiting]
+    _join(started, HUNG_JOIN_SECONDS if isinstance(stop.cause, HungError | RankLost) else JOIN_SECONDS)
+    _raise_cause(stop, workers, out_of_memory)
     hanging = [worker.name for worker in workers if worker.is_alive()]
     assert not hanging, f"workers did not end: {hanging}"
 
@@ -106,17 +125,14 @@ def _join(workers: list[Worker], seconds: float) -> None:
         worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def _raise_cause(stop: Stop) -> None:
+def _raise_cause(stop: Stop, workers: list[Worker], out_of_memory: Explain) -> None:
     """Raises what a worker ended the run with, if one did."""
     cause = stop.cause
     if cause is None:
         return
-    if isinstance(cause, torch.cuda.OutOfMemoryError | MemoryError) or _CPU_IS_FULL in str(cause):
-        raise UserError(
-            f"{stop.worker} ran out of memory on its device",
-            where="pipeline",
-            fix="lower rows.anchors, rows.length or objective.chunk, or set training.activation_checkpointing",
-        ) from cause
+    worker = next((worker for worker in workers if worker.name == stop.worker), None)
+    if worker is not None and is_out_of_memory(cause):
+        raise out_of_memory(cause, worker.name, worker.device) from cause
     if not isinstance(cause, UserError) and hasattr(cause, "add_note"):  # Python 3.10 has no notes
         cause.add_note(f"in worker {stop.worker!r}")
     raise cause

@@ -1,14 +1,19 @@
-"""Devices and roles."""
+"""Devices and roles: as configured, or chosen by what the work costs (`costs`)."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from draftsmith.config import DecodingConfig, PipelineConfig
 from draftsmith.errors import UserError
+from draftsmith.pipeline.costs import Choice, Costs, Placement, choose, reason_of
+
+WORTH_SAYING = 0.05  # of the speed
+JOINT = "+"  # between the devices that one target spans
 
 
 @dataclass(frozen=True)
@@ -16,13 +21,24 @@ class Topology:
     """Which device has which role.
 
     Attributes:
-        targets, drafters: devices by worker; one may appear several times and in both.
+        targets, drafters: devices by worker; one may appear several times and in both. Of a target that spans several,
+            the first, on which rows enter and features end.
         reason: why it is so.
+        spans: all devices of each target, in the order of its layers.
+        choices: of "auto": every way there was, the best first; empty where nothing was to choose.
+        costs: what "auto" chose by.
     """
 
     targets: tuple[torch.device, ...]
     drafters: tuple[torch.device, ...]
     reason: str
+    spans: tuple[tuple[torch.device, ...], ...] = ()
+    choices: tuple[Choice, ...] = field(default=(), repr=False)
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            object.__setattr__(self, "spans", tuple((device,) for device in self.targets))
 
     @property
     def cpu_threads(self) -> int:
@@ -34,32 +50,96 @@ class Topology:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Each device once."""
-        return tuple(dict.fromkeys((*self.targets, *self.drafters)))
+        return tuple(dict.fromkeys((*(device for span in self.spans for device in span), *self.drafters)))
+
+    @property
+    def placement(self) -> Placement:
+        """The same in numbers of devices; a target that spans several counts for its first."""
+        number = {device: index for index, device in enumerate(self.devices)}
+        return Placement(tuple(number[d] for d in self.targets), tuple(number[d] for d in self.drafters))
+
+    @property
+    def to_measure(self) -> bool:
+        """Whether it was chosen among several by costs that nobody has measured yet."""
+        return self.costs is not None and not self.costs.measured and len(self.choices) > 1
 
 
-def resolve_topology(config: PipelineConfig, rows_per_update: int) -> Topology:
+def place(placement: Placement, devices: Sequence[torch.device], reason: str, **more: object) -> Topology:
+    """A placement on real devices."""
+    targets, drafters = (
+        tuple(devices[number] for number in numbers) for numbers in (placement.targets, placement.drafters)
+    )
+    return Topology(targets, drafters, reason, **more)  # type: ignore[arg-type]
+
+
+def resolve_topology(
+    config: PipelineConfig,
+    rows_per_update: int,
+    costs: Costs | None = None,
+    lacks: Callable[[Topology], str] = lambda _topology: "",
+) -> Topology:
     """Turns "auto" into devices and checks that all of them exist.
 
-    Without a GPU both roles run on the CPU; with one both share it; with more, three in eight are drafters (by rule of
-    thumb, not measured), at most one per row of an update.
+    Without a GPU both roles run on the CPU; with one both share it; with more, the fastest way that fits by `costs`.
+
+    Args:
+        config: of the pipeline.
+        rows_per_update: R.
+        costs: of the work; None: all that is known is that it is there, and both roles cost the same.
+        lacks: why a topology cannot be, "" if it can (memory).
 
     Raises:
-        UserError: a device that is not there.
+        UserError: a device that is not there, or nothing fits.
     """
     automatic = [role for role in ("targets", "drafters") if "auto" in getattr(config, role)]
     if not automatic:
-        targets, drafters = (tuple(map(parse_device, names)) for names in (config.targets, config.drafters))
-        return Topology(targets, drafters, "as configured")
+        spans = tuple(_span(name) for name in config.targets)
+        drafters = tuple(parse_device(name) for name in config.drafters)
+        return Topology(tuple(span[0] for span in spans), drafters, "as configured", spans)
     if len(automatic) == 1 or len(config.targets) > 1 or len(config.drafters) > 1:
         raise UserError("auto stands for both roles and for all devices", where=f"pipeline.{automatic[0]}")
-    count = torch.cuda.device_count()
-    if count == 0:
+    devices = _gpus()
+    if not devices:
         return Topology((torch.device("cpu"),), (torch.device("cpu"),), "no GPU found")
-    devices = [torch.device("cuda", index) for index in range(count)]
-    if count == 1:
+    if len(devices) == 1:
         return Topology((devices[0],), (devices[0],), "one GPU: both roles share it")
-    split = count - max(1, min(rows_per_update, count * 3 // 8))
-    return Topology(tuple(devices[:split]), tuple(devices[split:]), "rule of thumb, not measured")
+    costs = costs or Costs(1.0, 1.0, 0.0, source="not measured")
+    choices = choose(
+        costs, len(devices), rows_per_update, config.queue, lambda each: lacks(place(each, devices, "candidate"))
+    )
+    best = choices[0]
+    if best.lacks:
+        raise UserError(
+            f"no way to use {len(devices)} devices fits: {best.placement.name()} {best.lacks}",
+            where="pipeline",
+            fix=f'let a target span devices, such as targets: ["cuda:0{JOINT}cuda:1"], or lower rows.length',
+        )
+    reason = reason_of(choices, costs) + _more_rows(costs, best, len(devices), rows_per_update, config.queue)
+    return place(best.placement, devices, reason, choices=tuple(choices), costs=costs)
+
+
+def _more_rows(costs: Costs, best: Choice, devices: int, rows: int, queue: int) -> str:
+    """What a multiple of the devices as rows of an update would change, if it is much."""
+    more = devices * (rows // devices + 1)
+    other = choose(costs, devices, more, queue)[0]
+    gain = best.seconds / other.seconds - 1
+    if not costs.measured or rows % devices == 0 or gain < WORTH_SAYING:
+        return ""
+    return f"; with training.rows_per_update={more} {other.placement.name()} would give {gain:+.0%}"
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _span(name: str) -> tuple[torch.device, ...]:
+    """The devices of one entry of `pipeline.targets`, "cuda:0" or "cuda:0+cuda:1"."""
+    span = tuple(parse_device(part.strip()) for part in name.split(JOINT))
+    if len({device.type for device in span}) > 1:
+        raise UserError(f"{name!r}: a target spans devices of one kind", where="pipeline.targets")
+    if len(set(span)) < len(span) and span[0].type == "cuda":
+        raise UserError(f"{name!r} names a device twice", where="pipeline.targets")
+    return span
 
 
 def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
@@ -70,16 +150,12 @@ def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
     """
     if config.device is not None:
         return parse_device(config.device)
-    free = [
-        device
-        for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-        if device not in topology.devices
-    ]
+    free = [device for device in _gpus() if device not in topology.devices]
     return free[0] if free and topology.targets[0].type == "cuda" else topology.targets[0]
 
 
 def parse_device(name: str) -> torch.device:
-    """A device that exists here.
+    """A device that exists here, "cpu" or "cuda:N".
 
     Raises:
         UserError: it does not, or is of a kind that is not supported.
@@ -89,11 +165,12 @@ def parse_device(name: str) -> torch.device:
     except RuntimeError:
         raise UserError(f"{name!r} is not a device", where="pipeline", fix="use cpu, cuda:0, cuda:1, ...") from None
     if device.type == "cuda":
-        count = torch.cuda.device_count()
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= count:
-            have = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        own = _gpus()
+        index = device.index or 0
+        if index >= len(own):
+            have = f"cuda:0 to cuda:{len(own) - 1}" if own else "no CUDA device"
             raise UserError(f"{name!r} does not exist: this machine has {have}", where="pipeline")
-    elif device.type != "cpu":
+        return own[index]
+    if device.type != "cpu":
         raise UserError(f"{name!r} is not supported", where="pipeline", fix="use cpu or cuda:N")
     return device

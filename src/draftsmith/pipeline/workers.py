@@ -4,8 +4,9 @@ Each handles every n-th job of the sequence and passes its row on through a `Lin
 
     prefetch --(row, batch)--> target --(batch, features)--> drafter
 
-On CUDA every worker has its own stream. A tensor crosses streams with an event: recorded by the producer after the
-work, awaited by the consumer's stream before the first use, so the host waits for no device.
+On CUDA every worker has its own stream, and features cross streams and devices with events (`handoff`). A thread gives
+its device at most two rows ahead (`Pace`); a drafter's takes a row when its features are there. Both waits are asleep,
+and neither lets a device run dry: there is a row in front of it.
 
 If one fails: the exception is kept in `Stop`, all links and barriers open, the others leave through `Stopped`.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,13 +24,13 @@ import torch
 from draftsmith.blocks import DraftBatch, Row
 from draftsmith.compiled import Settings
 from draftsmith.objective import Sums
-from draftsmith.pipeline.clock import WorkerClock
+from draftsmith.pipeline.clock import Pace, WorkerClock
 from draftsmith.pipeline.compiling import Compiling
+from draftsmith.pipeline.handoff import Arrived, HandOff
 from draftsmith.pipeline.jobs import Job, JobSequence
 from draftsmith.pipeline.link import Link, Stop, Stopped
 from draftsmith.pipeline.progress import Progress
 from draftsmith.pipeline.sync import Exchange
-from draftsmith.target.forward import Features
 from draftsmith.target.load import Target
 from draftsmith.training.step import Replica
 
@@ -48,8 +50,7 @@ class Featured:
     """A row ready for a drafter: features on the drafter's device, batch on the CPU."""
 
     batch: DraftBatch
-    features: Features
-    ready: torch.cuda.Event | None
+    arrived: Arrived
 
 
 class Worker(threading.Thread):
@@ -60,6 +61,7 @@ class Worker(threading.Thread):
         self.device = device
         self.stop = stop
         self.clock = WorkerClock(name)
+        self.pace = Pace(device)
         self._settings = Settings.capture()  # of the thread that makes it, which set them
 
     def run(self) -> None:
@@ -76,6 +78,27 @@ class Worker(threading.Thread):
 
     def work(self) -> None:
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Counts the time inside as a wait, but what of it the device still worked as busy."""
+        began = time.perf_counter()
+        with self.clock.opened(what):
+            yield
+        spent = time.perf_counter() - began
+        dry = min(spent, self.pace.idle())
+        self.clock.add(what, dry)
+        self.clock.on_device(spent - dry)
+
+    @contextlib.contextmanager
+    def keeping_pace(self) -> Iterator[None]:
+        """Around the work on a row: begins when the device is near enough, and marks where it ends."""
+        began = time.perf_counter()
+        with self.clock.opened("busy"):
+            self.pace.keep()
+        self.clock.on_device(time.perf_counter() - began)
+        yield
+        self.pace.mark()
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
@@ -116,6 +139,7 @@ class PrefetchWorker(Worker):
                     batch = batch.pin()
             with self.clock.waiting("output"):
                 self.targets[job.number % len(self.targets)].put(job.number, Prepared(row, batch))
+            self.clock.done()
 
 
 class TargetWorker(Worker):
@@ -132,40 +156,31 @@ class TargetWorker(Worker):
         inbox: Link[Prepared],
         count: int,
         drafters: list[Link[Featured]],
-        drafter_devices: list[torch.device],
-        dtype: torch.dtype,
+        hand_offs: list[HandOff],
         stop: Stop,
     ) -> None:
         super().__init__(f"target {index}", target.device, stop)
         self.index, self.count = index, count
         self.target, self.taps, self.last_hidden = target, taps, last_hidden
         self.sequence, self.first_update = sequence, first_update
-        self.inbox, self.drafters, self.drafter_devices, self.dtype = inbox, drafters, drafter_devices, dtype
+        self.inbox, self.drafters, self.hand_offs = inbox, drafters, hand_offs
 
     def work(self) -> None:
         for job in self.sequence.jobs(self.first_update):
             if job.number % self.count != self.index:
                 continue
-            with self.clock.waiting("input"):
+            with self.waiting("input"):
                 prepared = self.inbox.take(job.number)
             drafter = job.number % len(self.drafters)
-            with self.clock.busy(job.number):
-                row = prepared.row
+            link, hand_off, row = self.drafters[drafter], self.hand_offs[drafter], prepared.row
+            with self.keeping_pace(), self.clock.busy(job.number):
                 features = self.target.features(
                     row.tokens_S, row.document_S, row.positions_S, self.taps, last_hidden=self.last_hidden
                 )
-                moved, ready = self._hand_over(features, self.drafter_devices[drafter])
-            with self.clock.waiting("output"):
-                self.drafters[drafter].put(job.number, Featured(prepared.batch, moved, ready))
-
-    def _hand_over(self, features: Features, device: torch.device) -> tuple[Features, torch.cuda.Event | None]:
-        """Features on the drafter's device in its dtype, and the event after which they may be read there."""
-        last_SH = None if features.last_SH is None else features.last_SH.to(device, self.dtype, non_blocking=True)
-        moved = Features(features.taps_SF.to(device, self.dtype, non_blocking=True), last_SH)
-        if device.type != "cuda":
-            return moved, None
-        # A copy to another device is ordered on both devices' current streams, so an event there covers it.
-        return moved, torch.cuda.current_stream(device).record_event()
+            with self.waiting("output"):
+                link.reserve(job.number, hand_off.size(features))
+            link.put(job.number, Featured(prepared.batch, hand_off.bring(features)))
+            self.clock.done(self.inbox.depth())
 
 
 class DrafterWorker(Worker):
@@ -174,6 +189,7 @@ class DrafterWorker(Worker):
     Args:
         index: of the replica.
         replica: drafter, head and objective on this device.
+        hand_off: what brings its features.
         exchange: the shared update.
         progress: replica 0 reports to it.
         compiling: compiles what the replicas need before the first row, and watches single updates.
@@ -188,6 +204,7 @@ class DrafterWorker(Worker):
         sequence: JobSequence,
         first_update: int,
         inbox: Link[Featured],
+        hand_off: HandOff,
         exchange: Exchange,
         progress: Progress,
         compiling: Compiling,
@@ -197,21 +214,25 @@ class DrafterWorker(Worker):
         self.index, self.count = index, len(exchange.updates)
         self.replica, self.block_size = replica, block_size
         self.sequence, self.first_update = sequence, first_update
-        self.inbox, self.exchange, self.progress, self.compiling = inbox, exchange, progress, compiling
+        self.inbox, self.hand_off = inbox, hand_off
+        self.exchange, self.progress, self.compiling = exchange, progress, compiling
 
     def work(self) -> None:
-        self.compiling.warm_up(self.index)
-        self.exchange.meet(self.index)
+        with self.clock.phase("warm-up", self.index, "compiling"):
+            self.compiling.warm_up(self.index)
+            self.exchange.meet(self.index)
         if self.index == 0:
             self.progress.begin()
         for update in range(self.first_update, self.sequence.steps):
             learn, evaluate = self.sequence.of_update(update)
             with self.compiling.around(self.index, update):
                 sums = self._rows(learn, learn=True)
-                total, norm = self.exchange.update(self.index, sums, self.progress.lr_factor(update))
+                with self.clock.phase("update", update):
+                    total, norm = self.exchange.update(self.index, sums, self.progress.lr_factor(update))
+                    self.pace.extend()
             if self.index == 0:
                 self.progress.stepped(update, total, norm)
-            if evaluate:
+            if self.sequence.evaluates_after(update):  # also where none of the held-out rows is this rank's
                 total = self.exchange.total(self.index, self._rows(evaluate, learn=False))
                 if self.index == 0:
                     self.progress.evaluated(update, total)
@@ -231,19 +252,19 @@ class DrafterWorker(Worker):
         for job in jobs:
             if job.number % self.count != self.index:
                 continue
-            with self.clock.waiting("input"):
+            with self.waiting("input"):
                 item = self.inbox.take(job.number)
-            with self.clock.busy(job.number):
-                if item.ready is not None:
-                    stream = torch.cuda.current_stream(self.device)
-                    stream.wait_event(item.ready)
-                    for tensor in (item.features.taps_SF, item.features.last_SH):
-                        if tensor is not None:
-                            tensor.record_stream(stream)
+                if item.arrived.ready is not None:
+                    item.arrived.ready.synchronize()
+            with self.keeping_pace(), self.clock.busy(job.number):
+                self.hand_off.read(item.arrived)
                 batch = item.batch.to(self.device, non_blocking=True)
-                sums = self.replica.step(item.features, batch, learn=learn)
+                sums = self.replica.step(item.arrived.features, batch, learn=learn)
+                self.hand_off.release(item.arrived)
                 if learn:
-                    self.exchange.updates[self.index].accumulate()
+                    self.progress.not_finite.note(job, sums, self.replica.model)
+                    self.exchange.updates[self.index].accumulate(last=job.number + self.count > jobs[-1].number)
                     self.progress.count_tokens(item.batch.real_tokens)
                 total += sums.values
+            self.clock.done(self.inbox.depth())
         return Sums(total)

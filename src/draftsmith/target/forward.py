@@ -8,16 +8,20 @@ has not.
 Packed rows run in one of three ways, decided once per target by `proof.choose_packing`:
 
 - "pieces": one forward over the S tokens with positions that restart in every document and a variable-length attention
-  kernel that is told where documents begin (`packed`). CUDA in half precision.
+  kernel that is told where documents begin (`packed`). CUDA in half precision. Gated-delta-net layers are told the same
+  through their library's own index, which their fast kernels read and the reference in plain PyTorch does not.
 - "mask": one forward over the S tokens with positions that restart in every document and one explicit mask per kind of
   attention layer. transformers itself can find the documents from restarting positions, but only without a cache and
   without a mask, and it asks the device on every call (a host sync); and a single 4-D mask is taken as it is by *every*
   layer, so sliding layers would lose their window. Given one mask per layer kind, both problems are gone. Cost: S² mask
   entries per kind, made on the device; attention scores of other documents are computed and discarded.
-- "separate": one forward per document, for targets whose layers carry state from token to token (gated delta nets,
-  state-space layers) or mask in ways of their own. Exact by construction; many short documents make many launches.
+- "separate": documents as rows of a batch of their own, for targets whose layers carry state from token to token (gated
+  delta nets, state-space layers) or mask in ways of their own. Documents of like length share a forward: the shorter
+  ones are filled up behind their end, which nothing before it can see in a causal model. Filling costs at most a
+  quarter of the tokens (`alike`); what is left of the row is not run at all.
 
-Padding gets no features worth reading: finite garbage with "pieces" and "mask", zeros with "separate".
+Padding gets no features worth reading: finite garbage with "pieces" and "mask", zeros with "separate". Taps are copied
+into the row's one tensor as their layers finish, so no second copy of them exists at the end.
 
 A compiled target runs each decoder layer of `features` through one region (`compile_layers`): equal layers are equal
 code, so there is one graph for each kind of layer, and hooks and early stop stay outside of it. Everything else that
@@ -29,7 +33,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +43,11 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.target import packed
-from draftsmith.target.geometry import SLIDING, TargetGeometry
+from draftsmith.target.geometry import RECURRENT, SLIDING, TargetGeometry
 from draftsmith.target.head import TargetHead
 from draftsmith.target.taps import check_taps
+
+FILLING = 0.25  # of the tokens, at most, in a batch of documents of unlike length
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,12 @@ class _Recording(threading.local):
 
     running: bool = False
     eager: bool = False
-    wanted: frozenset[int] = frozenset()
     stop_after: int = -1
-    outputs: dict[int, Tensor]
+    kept: int = 0
+    keep: Mapping[int, Callable[[Tensor], None]]
+
+    def __init__(self) -> None:
+        self.keep = {}
 
 
 class Target:
@@ -85,6 +94,8 @@ class Target:
         kinds: what each layer attends to, by transformers' names.
         packing: "pieces", "mask" or "separate"; how packed rows run.
         packing_reason: why, for people.
+        remarks: what else was found or done while loading, one line each.
+        foreign: by which method its weights came quantised; "" if they are plain.
         stop_ids: tokens that end an answer.
     """
 
@@ -97,10 +108,13 @@ class Target:
         self.kinds = kinds
         self.stop_ids = stop_ids
         self.decoder = model.get_decoder()
-        self.layers = _decoder_layers(self.decoder, geometry.layers)
+        self.layers = decoder_layers(self.decoder, geometry.layers)
         self.packing = "separate"
         self.packing_reason = "not decided yet"
+        self.remarks: tuple[str, ...] = ()
+        self.foreign = ""
         self._layer: Callable[..., Any] | None = None
+        self._unmasked: Tensor | None = None
         self._freed_after = geometry.layers
         self._recording = _Recording()
         for number, layer in enumerate(self.layers):
@@ -158,9 +172,13 @@ class Target:
         return run(module, *args, **kwargs)
 
     def free_layers_after(self, tap: int) -> None:
-        """Gives back the memory of the layers behind `tap`; neither `last_hidden` nor decoding is possible then."""
+        """Gives back the memory of the layers behind `tap`; neither `last_hidden` nor decoding is possible then.
+
+        Layers that came quantised stay: they are small, and not every format lets itself be moved.
+        """
         for layer in self.layers[tap + 1 :]:
-            layer.to("meta")
+            if not self.foreign:
+                layer.to("meta")
         self._freed_after = min(self._freed_after, tap + 1)
 
     @torch.no_grad()  # not inference_mode: the drafter saves features for its backward
@@ -197,36 +215,67 @@ class Target:
         self, tokens_S: Tensor, document_S: Tensor, positions_S: Tensor, taps: tuple[int, ...], last_hidden: bool
     ) -> Features:
         """All documents in one forward; see the module's docstring."""
-        device = self.device
-        tokens = tokens_S.to(device, non_blocking=True)[None]
-        positions = positions_S.to(device, non_blocking=True)[None]
+        device, hidden = self.device, self.geometry.hidden_size
+        tokens, positions = self._moved(torch.stack((tokens_S, positions_S)))[:, None]
+        taps_SF = torch.empty(tokens_S.numel(), len(taps) * hidden, dtype=self.dtype, device=device)
         more: dict[str, Any] = {}
         if self.packing == "pieces":
-            cuts = packed.pieces(document_S).to(device, non_blocking=True)
+            cuts = self._moved(packed.pieces(document_S))
             torch._dynamo.mark_dynamic(cuts, 0)
             more = {"cu_seq_lens_q": cuts, "max_length_q": tokens_S.numel()}
-            # Four dimensions: "prepared already", so that the model neither makes masks nor looks for documents.
-            masks = self._by_kind(lambda _window: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+            if RECURRENT in self.kinds:
+                more["seq_idx"] = self._moved(packed.numbers(document_S))[None]
+            masks = self._by_kind(lambda _window: self._no_mask())
         else:
-            masks = self._masks(document_S.to(device, non_blocking=True))
-        outputs, last = self._run(tokens, positions, masks, taps, last_hidden, more)
-        return Features(torch.cat([outputs[tap][0] for tap in taps], dim=-1), None if last is None else last[0])
+            masks = self._masks(self._moved(document_S))
+
+        def keep(columns_SH: Tensor, output: Tensor) -> None:
+            columns_SH.copy_(output[0])
+
+        columns = taps_SF.split(hidden, dim=1)
+        takers = {tap: functools.partial(keep, columns[place]) for place, tap in enumerate(taps)}
+        last = self._run(tokens, positions, masks, takers, last_hidden, more)
+        return Features(taps_SF, None if last is None else last[0])
+
+    def _moved(self, values: Tensor) -> Tensor:
+        """On the target's device. From page-locked memory: else a copy of more than 64 KiB may wait for the device."""
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def _no_mask(self) -> Tensor:
+        """Four dimensions: "prepared already", so that the model neither makes masks nor looks for documents."""
+        if self._unmasked is None:
+            self._unmasked = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        return self._unmasked
 
     def _features_separate(
         self, tokens_S: Tensor, document_S: Tensor, positions_S: Tensor, taps: tuple[int, ...], last_hidden: bool
     ) -> Features:
-        """One plain forward per document, written to its place in the row."""
-        size, hidden = tokens_S.numel(), self.geometry.hidden_size
-        taps_SF = torch.zeros(size, len(taps) * hidden, dtype=self.dtype, device=self.device)
-        last_SH = torch.zeros(size, hidden, dtype=self.dtype, device=self.device) if last_hidden else None
-        tokens = tokens_S.to(self.device, non_blocking=True)[None]
-        positions = positions_S.to(self.device, non_blocking=True)[None]
-        for start, end in document_spans(document_S):
-            outputs, last = self._run(tokens[:, start:end], positions[:, start:end], None, taps, last_hidden)
-            torch.cat([outputs[tap][0] for tap in taps], dim=-1, out=taps_SF[start:end])
+        """Documents as rows of batches, each written to its place in the row."""
+        size, hidden, device = tokens_S.numel(), self.geometry.hidden_size, self.device
+        taps_SF = torch.zeros(size, len(taps) * hidden, dtype=self.dtype, device=device)
+        last_SH = torch.zeros(size, hidden, dtype=self.dtype, device=device) if last_hidden else None
+
+        def take(spans: list[tuple[int, int]], columns_SH: Tensor, output: Tensor) -> None:
+            for row, (start, end) in enumerate(spans):
+                columns_SH[start:end] = output[row, : end - start]
+
+        columns = taps_SF.split(hidden, dim=1)
+        for spans in alike(document_spans(document_S)):
+            longest = spans[0][1] - spans[0][0]
+            batch = torch.zeros(2, len(spans), longest, dtype=torch.int64)  # tokens, positions
+            batch[1] = torch.arange(longest)
+            for row, (start, end) in enumerate(spans):
+                batch[0, row, : end - start] = tokens_S[start:end]
+                batch[1, row, : end - start] = positions_S[start:end]
+
+            takers = {tap: functools.partial(take, spans, columns[place]) for place, tap in enumerate(taps)}
+            tokens, positions = self._moved(batch)
+            last = self._run(tokens, positions, None, takers, last_hidden)
             if last_SH is not None:
                 assert last is not None
-                last_SH[start:end] = last[0]
+                take(spans, last_SH, last)
         return Features(taps_SF, last_SH)
 
     def _run(
@@ -234,15 +283,19 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         masks: Any,
-        taps: tuple[int, ...],
+        keep: Mapping[int, Callable[[Tensor], None]],
         last_hidden: bool,
         more: dict[str, Any] | None = None,
-    ) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Outputs [1, L, H] of the tapped layers, and the final hidden states [1, L, H] if wanted."""
+    ) -> Tensor | None:
+        """Runs a batch [M, L]; the outputs [M, L, H] of the tapped layers go to `keep`.
+
+        Returns:
+            The final hidden states [M, L, H] if wanted.
+        """
         recording = self._recording
-        recording.running, recording.wanted, recording.outputs = True, frozenset(taps), {}
-        recording.stop_after = -1 if last_hidden else max(taps)
-        last = None
+        recording.running, recording.keep = True, keep
+        recording.stop_after = -1 if last_hidden else max(keep)
+        last, missed = None, len(keep)
         try:
             result = self.decoder(
                 input_ids=tokens,
@@ -256,19 +309,22 @@ class Target:
         except _StopForwardError:
             pass
         finally:
-            outputs, recording.outputs, recording.wanted = recording.outputs, {}, frozenset()
-            recording.running = False
+            missed -= recording.kept
+            recording.running, recording.keep, recording.kept = False, {}, 0
         assert (last is None) != last_hidden, "the forward ended on the wrong side of the last tap"
-        return outputs, last
+        assert missed == 0, "a tapped layer did not run"
+        return last
 
     def _keeper(self, number: int) -> Any:
         """Forward hook of layer `number`."""
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             recording = self._recording
-            if number not in recording.wanted:
+            take = recording.keep.get(number)
+            if take is None:
                 return
-            recording.outputs[number] = output[0] if isinstance(output, tuple) else output
+            take(output[0] if isinstance(output, tuple) else output)
+            recording.kept += 1
             if number == recording.stop_after:
                 raise _StopForwardError
 
@@ -284,7 +340,10 @@ class Target:
     def _by_kind(self, make: Callable[[int | None], Tensor]) -> Any:
         """What `make` gives for a window, by layer kind if the decoder's configuration names kinds, else one."""
         config = self.decoder.config
-        by_kind = {kind: make(config.sliding_window if kind == SLIDING else None) for kind in sorted(set(self.kinds))}
+        by_kind = {
+            kind: None if kind == RECURRENT else make(config.sliding_window if kind == SLIDING else None)
+            for kind in sorted(set(self.kinds))
+        }
         return by_kind if getattr(config, "layer_types", None) is not None else by_kind[self.kinds[0]]
 
 
@@ -319,7 +378,24 @@ def document_spans(document_S: Tensor) -> list[tuple[int, int]]:
     return [(start, end) for start, end in itertools.pairwise(bounds) if index[start] >= 0]
 
 
-def _decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+def alike(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Documents in groups that one batch can hold: longest first, filled up to a quarter more tokens at most."""
+    groups: list[list[tuple[int, int]]] = []
+    real = 0
+    for span in sorted(spans, key=lambda span: (span[0] - span[1], span[0])):
+        length = span[1] - span[0]
+        if groups:
+            longest = groups[-1][0][1] - groups[-1][0][0]
+            if longest * (len(groups[-1]) + 1) <= (1 + FILLING) * (real + length):
+                groups[-1].append(span)
+                real += length
+                continue
+        groups.append([span])
+        real = length
+    return groups
+
+
+def decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
     """The decoder's list of `count` layers, under whatever name the model gives it.
 
     Raises:

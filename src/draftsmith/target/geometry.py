@@ -15,7 +15,7 @@ from draftsmith.config import TargetConfig
 from draftsmith.errors import UserError
 from draftsmith.target.source import locate, read_config
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class TargetGeometry:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     logit_multiplier: float = 1.0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer of a dense decoder, norms left out."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
 
 
 def read_geometry(config: TargetConfig) -> TargetGeometry:

@@ -6,7 +6,9 @@ between threads. Cost: the weights once in main memory; a GGUF file also seconds
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith.config import TargetConfig
 from draftsmith.errors import UserError
-from draftsmith.target import gguf_model, gguf_tokenizer
+from draftsmith.target import gguf_model, gguf_tokenizer, quantised
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import geometry_of, layer_kinds
 from draftsmith.target.gguf_header import read_header
 from draftsmith.target.proof import choose_packing, prove_head
 from draftsmith.target.source import Source, check_weight_files, explained, loading, locate, read_config
+from draftsmith.target.span import spread
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
@@ -54,10 +57,18 @@ def _gguf_tokenizer(source: Source, path: str) -> Any:
     )
 
 
-def load_target(config: TargetConfig, device: torch.device | str, dtype: torch.dtype) -> Target:
+def load_target(
+    config: TargetConfig, device: torch.device | str, dtype: torch.dtype, span: Sequence[torch.device] = ()
+) -> Target:
     """A frozen target on `device`, with everything proved that training relies on.
 
     Threads may call this at the same time; they take turns.
+
+    Args:
+        config: which, and in what precision.
+        device: where rows enter.
+        dtype: of weights and features.
+        span: devices that its layers are shared out over, `device` first; fewer than two: all are on `device`.
 
     Raises:
         UserError: the target does not exist, lacks configuration, weights or tokenizer, its weights did not all load,
@@ -69,10 +80,19 @@ def load_target(config: TargetConfig, device: torch.device | str, dtype: torch.d
         hf_config = read_config(config)
         geometry = geometry_of(hf_config, where=source.name)
         tokenizer = load_tokenizer(config)
-        model = _load_model(source, hf_config, config.trust_remote_code, dtype)
+        method = quantised.method_of(hf_config)
+        model = _load_model(
+            source, hf_config, config.trust_remote_code, dtype, torch.device(device) if method else None
+        )
+        foreign, remark = quantised.describe(method, model, dtype) if method else ("", "")
+        if foreign and len(span) > 1:
+            raise UserError(
+                "came quantised, and such a target cannot span devices", where=source.name, fix="name one device"
+            )
         model.requires_grad_(False)
         model.eval()
-        model.to(device)
+        if not foreign and len(span) < 2:
+            model.to(device)
         target = Target(
             model,
             tokenizer,
@@ -84,8 +104,13 @@ def load_target(config: TargetConfig, device: torch.device | str, dtype: torch.d
         if rows != geometry.vocab_rows:
             what = f"has {rows} embedding rows, but its configuration says {geometry.vocab_rows}"
             raise UserError(what, where=source.name, fix="correct vocab_size in its config.json")
-        prove_head(target, source.name)
-        choose_packing(target)
+        target.foreign, target.remarks = foreign, (remark,) if remark else ()
+        if len(span) > 1:
+            spread(model, list(target.layers), span)
+            target.remarks += (f"the target's layers are shared out over {', '.join(map(str, span))}",)
+        with explained(source, quantised.install_line(method)) if foreign else contextlib.nullcontext():
+            prove_head(target, source.name)  # the first forward: kernels of a format may only be missed now
+            choose_packing(target)
     return target
 
 
@@ -105,6 +130,7 @@ def shallow_target(config: TargetConfig, device: torch.device | str, dtype: torc
         text.num_hidden_layers = depth
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = list(kinds[:depth])
+        foreign = quantised.method_of(read_config(config))
         if getattr(text, "quantization_config", None) is not None:
             del text.quantization_config
         model: Any = AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -112,18 +138,22 @@ def shallow_target(config: TargetConfig, device: torch.device | str, dtype: torc
         model.eval()
         model.to(device)
         target = Target(model, None, geometry_of(text, where=source.name), kinds[:depth], ())
+        target.foreign = foreign
         choose_packing(target)
     return target
 
 
-def _load_model(source: Source, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype) -> Any:
-    """The transformers model on the CPU, refused unless every weight came from the files."""
+def _load_model(
+    source: Source, hf_config: Any, trust_remote_code: bool, dtype: torch.dtype, place: torch.device | None
+) -> Any:
+    """The transformers model, refused unless every weight came from the files; on the CPU, or straight at `place`, as
+    quantised weights want it."""
     if trust_remote_code or type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         family: Any = AutoModelForCausalLM
     else:
         family = AutoModelForImageTextToText
     path = source.gguf_path()
-    with explained(source), _Quiet():
+    with explained(source, quantised.install_line(quantised.method_of(hf_config))), _Quiet():
         if path is not None and gguf_model.is_dense(header := read_header(path)):
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
             with torch.device("meta"):
@@ -140,6 +170,7 @@ def _load_model(source: Source, hf_config: Any, trust_remote_code: bool, dtype: 
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **({"gguf_file": source.gguf_file} if path is not None else {}),
+                **({"device_map": {"": place}} if place is not None else {}),
             )
     _refuse_incomplete(source, report)
     return model

@@ -55,6 +55,13 @@ def pieces(document_S: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), changes, ends]).to(torch.int32)
 
 
+def numbers(document_S: Tensor) -> Tensor:
+    """Number of the piece that a token is in: int32 [S] on the CPU, from 0; the same pieces as `pieces`."""
+    changes = torch.zeros(document_S.numel(), dtype=torch.int32)
+    changes[1:] = document_S[1:] != document_S[:-1]
+    return changes.cumsum(0, dtype=torch.int32)
+
+
 def kernel(query: Tensor, key: Tensor, value: Tensor, cuts: Tensor, longest: int, scale: float, window: int) -> Tensor:
     """Causal attention within the pieces; looks `window` tokens back, everything if it is -1.
 

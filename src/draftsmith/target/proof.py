@@ -5,7 +5,8 @@ Three dozen random tokens, forward only: the cost is a few target forwards of th
 - packing: a packed row, through variable-length attention or explicit masks, gives the features of separate documents.
   Windows are shrunk to three tokens for the trial (models read them from their configuration when they make a mask, and
   from the layer for a kernel), so that a window of thousands shows on a dozen tokens. What fails runs as separate
-  documents from then on.
+  documents from then on. Layers that carry state are tried with their library's own index of documents, which only some
+  of their kernels read.
 - head: our logits are the model's, and the embedding scale is the factor between a token's embedding row and what
   enters layer 0. A model that computes either in a way of its own is refused: its drafter would be trained on one
   function and served with another.
@@ -23,7 +24,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.target import packed
 from draftsmith.target.forward import Features, Target, document_spans
-from draftsmith.target.geometry import FULL, SLIDING
+from draftsmith.target.geometry import FULL, RECURRENT, SLIDING
 
 _LENGTHS = (5, 13, 1, 9)
 _PADDING = 4
@@ -39,6 +40,8 @@ def choose_packing(target: Target) -> None:
     config = target.decoder.config
     if foreign:
         target.packing_reason = f"it has {', '.join(foreign)} layers, which no mask can separate"
+        if foreign == [RECURRENT]:
+            target.packing_reason += f"; {_try_index(target)}"
         return
     if config._attn_implementation not in ("sdpa", "eager"):
         target.packing_reason = f"its attention ({config._attn_implementation}) takes no explicit mask"
@@ -64,6 +67,24 @@ def choose_packing(target: Target) -> None:
     else:
         target.packing = "mask"
         target.packing_reason = f"packed features equal separate ones to {error:.1e} ({no_kernel or before})"
+
+
+def _try_index(target: Target) -> str:
+    """Layers with state, told where documents begin; sets `target.packing` if they heed it. Returns why or why not."""
+    config = target.decoder.config
+    before = config._attn_implementation
+    no_kernel = packed.missing(target.device, target.dtype, target.geometry.head_dim)
+    if no_kernel or before != "sdpa":
+        return f"the library's index of documents is not tried ({no_kernel or before})"
+    target.model.config._attn_implementation = packed.NAME
+    error = packing_error(target, "pieces")
+    if error is not None and error <= _tolerance(target):
+        target.packing = "pieces"
+        return f"the library's index of documents separates them to {error:.1e}"
+    target.model.config._attn_implementation = before
+    target.packing = "separate"
+    found = "it refuses the library's index" if error is None else f"the library's index leaves {error:.1e}"
+    return f"{found} (flash-linear-attention and causal-conv1d heed it)"
 
 
 def packing_error(target: Target, packing: str) -> float | None:

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from draftsmith.config import TargetConfig
+from draftsmith.data.hub import look_for_hub
 from draftsmith.errors import UserError
 from draftsmith.target import gguf_model
 from draftsmith.target.gguf_header import read_header
@@ -86,6 +87,7 @@ def locate(config: TargetConfig) -> Source:
         raise UserError("no such target", where=str(path), fix="set target.path to a model directory or .gguf file")
     if not _HUB_NAME.fullmatch(config.path):
         raise UserError("is neither a directory nor a hub name", where=config.path, fix="check target.path")
+    look_for_hub()
     return Source(config.path, config.gguf_file, local=False)
 
 
@@ -114,8 +116,12 @@ def check_weight_files(source: Source) -> None:
 
 
 @contextmanager
-def explained(source: Source) -> Iterator[None]:
-    """Turns what transformers raises about a model's files into a `UserError` that names the target."""
+def explained(source: Source, install: str = "") -> Iterator[None]:
+    """Turns what transformers raises about a model's files into a `UserError` that names the target.
+
+    Args:
+        install: the command for packages that this target is known to need.
+    """
     try:
         yield
     except UserError:
@@ -124,7 +130,7 @@ def explained(source: Source) -> Iterator[None]:
         raise UserError(
             f"needs a package that is missing: {_first_line(error)}",
             where=source.name,
-            fix="pip install 'draftsmith[gguf]'" if source.gguf_file else "install it",
+            fix="pip install 'draftsmith[gguf]'" if source.gguf_file else install or "install it",
         ) from error
     except Exception as error:
         message = _first_line(error)
@@ -135,7 +141,10 @@ def explained(source: Source) -> Iterator[None]:
                 fix="set target.trust_remote_code: true if you trust it",
             ) from error
         if "accelerate" in message:
-            raise UserError(message, where=source.name, fix="pip install 'draftsmith[gguf]'") from error
+            raise UserError(message, where=source.name, fix=install or "pip install 'draftsmith[gguf]'") from error
+        trouble = "" if source.local else look_for_hub()
+        if trouble and isinstance(error, OSError):
+            message = f"{trouble}, and it is not kept here"
         fix = "check the files" if source.local else "check the name and the connection, or give a local directory"
         raise UserError(f"cannot be loaded: {message}", where=source.name, fix=fix) from error
 

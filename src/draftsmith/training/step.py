@@ -30,7 +30,7 @@ class Replica:
         head: the target's embedding and head on the same device.
         objective: loss and gradient through the head.
         attention: "flex" or "dense".
-        forward: the model's forward or its compiled twin.
+        fill_blocks: the model's `fill_blocks` or its compiled twin.
     """
 
     def __init__(
@@ -39,13 +39,23 @@ class Replica:
         head: TargetHead,
         objective: Objective,
         attention: str,
-        forward: Callable[..., Tensor] | None = None,
+        fill_blocks: Callable[..., Tensor] | None = None,
     ) -> None:
         self.model = model
         self.head = head
         self.objective = objective
         self.attention = attention
-        self.forward = forward or model
+        self.fill_blocks = fill_blocks or model.fill_blocks
+
+    def hidden(self, features: Features, batch: DraftBatch) -> Tensor:
+        """Hidden states [Q, H] of the row's slots; features and batch on this replica's device."""
+        embeddings_QH = self.head.embed(batch.inputs_Q).to(features.taps_SF.dtype)
+        context, slots = (
+            self.model.rotary(places, embeddings_QH.dtype)
+            for places in (batch.context_positions_S, batch.block_positions_Q)
+        )
+        masks = build_masks(batch, self.attention)
+        return self.fill_blocks(features.taps_SF, embeddings_QH, context, slots, masks)
 
     def step(self, features: Features, batch: DraftBatch, *, learn: bool = True) -> Sums:
         """Adds the row's gradients to the parameters' `.grad` and returns its sums.
@@ -56,11 +66,7 @@ class Replica:
             learn: False computes the sums only. The forward is the same graph either way, so evaluating compiles
                 nothing new.
         """
-        embeddings_QH = self.head.embed(batch.inputs_Q).to(features.taps_SF.dtype)
-        masks = build_masks(batch, self.attention)
-        hidden_QH = self.forward(
-            features.taps_SF, embeddings_QH, batch.context_positions_S, batch.block_positions_Q, masks
-        )
+        hidden_QH = self.hidden(features, batch)
         sums, gradient_QH = self.objective(hidden_QH, batch, features.last_SH)
         if learn:
             hidden_QH.backward(gradient_QH)

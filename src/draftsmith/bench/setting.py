@@ -1,0 +1,158 @@
+"""What is benchmarked, and the form that every result has."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.bench.timing import Timing, matmul_ceiling
+from draftsmith.blocks import Document, DraftBatch, Row, make_draft_batch, pack_row
+from draftsmith.config import DrafterConfig
+from draftsmith.drafter import DrafterSpec, resolve_spec
+from draftsmith.objective import decay_weights
+from draftsmith.target.geometry import TargetGeometry
+
+GIB = 2**30
+_LARGEST_HEAD = 128  # of a drafter: larger heads are split, at the same width
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is benchmarked.
+
+    Attributes:
+        geometry: of the target.
+        device: where.
+        length, anchors, block_size, layers: S, N, B and the drafter's depth.
+        chunk: taught slots per head chunk.
+        documents: documents packed into the row.
+        runs: that are timed.
+        name: of the geometry, for people.
+        precision: "full" or "fp8", of the target.
+        packing: how the target's packed rows run; "" as it would choose.
+        optimizer: "adamw" or "muon", of the update.
+        rows: of an update.
+        autotune: Inductor tries several kernels for each matrix product, for minutes.
+    """
+
+    geometry: TargetGeometry
+    device: torch.device
+    length: int
+    anchors: int
+    block_size: int
+    layers: int
+    chunk: int
+    documents: int
+    runs: int = 10
+    name: str = ""
+    precision: str = "full"
+    packing: str = ""
+    optimizer: str = "adamw"
+    rows: int = 1
+    autotune: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def attention(self) -> str:
+        return "flex" if self.device.type == "cuda" else "dense"
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """For regions."""
+        return {"mode": "max-autotune-no-cudagraphs"} if self.autotune else {}
+
+    def spec(self) -> DrafterSpec:
+        """Of the drafter, MASK being the last embedding row."""
+        g = self.geometry
+        split = max(1, g.head_dim // _LARGEST_HEAD)
+        config = DrafterConfig(
+            layers=self.layers,
+            block_size=self.block_size,
+            heads=g.heads * split,
+            kv_heads=g.kv_heads * split,
+            head_dim=g.head_dim // split,
+        )
+        return resolve_spec(config, g, g.vocab_rows - 1)
+
+    def row(self) -> Row:
+        """A row of equal documents, all tokens the assistant's."""
+        generator = torch.Generator().manual_seed(0)
+        size = self.length // self.documents
+        sizes = [size] * (self.documents - 1) + [self.length - size * (self.documents - 1)]
+        documents = [
+            Document(
+                torch.randint(self.geometry.vocab_rows - 1, (n,), generator=generator), torch.ones(n, dtype=torch.bool)
+            )
+            for n in sizes
+        ]
+        return pack_row(0, documents, self.length)
+
+    def batch(self) -> DraftBatch:
+        """The row's draft work, on the CPU."""
+        spec = self.spec()
+        return make_draft_batch(
+            self.row(),
+            anchors=self.anchors,
+            block_size=self.block_size,
+            mask_token_id=spec.mask_token_id,
+            slot_weights_B=decay_weights(self.block_size),
+            chunk=self.chunk,
+            kinds=spec.kinds,
+            seed=(0,),
+            with_tiles=self.attention == "flex",
+        )
+
+
+def start(setting: Setting) -> None:
+    """Seeds, and forgets what memory was used before."""
+    torch.manual_seed(0)
+    if setting.device.type == "cuda":
+        torch.cuda.init()  # without it the next line knows no device
+        torch.cuda.reset_peak_memory_stats(setting.device)
+
+
+def result_of(name: str, setting: Setting, timing: Timing, flops: float | None, **more: Any) -> dict[str, Any]:
+    """One flat dictionary, the same for people, `--json` and `--against`.
+
+    Args:
+        name: of the benchmark.
+        timing: of it.
+        flops: of the arithmetic that has to be done; None where it is none.
+        more: what else there is to say. "shape" adds to the shape, which must be equal for results to compare.
+    """
+    cuda = setting.device.type == "cuda"
+    shape = {
+        "S": setting.length, "N": setting.anchors, "B": setting.block_size, "layers": setting.layers,
+        "H": setting.geometry.hidden_size, "V": setting.geometry.vocab_rows, "chunk": setting.chunk,
+        "documents": setting.documents, **more.pop("shape", {}),
+    }  # fmt: skip
+    result: dict[str, Any] = {
+        "bench": name,
+        "geometry": setting.name,
+        "device": torch.cuda.get_device_name(setting.device) if cuda else "cpu",
+        "torch": torch.__version__,
+        **timing.to_json(),
+        "shape": shape,
+    }
+    # What was used up to here; the ceiling's own matrices are not the benchmark's.
+    if cuda:
+        result["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
+    else:
+        result["process_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    if flops is not None:
+        ceiling = matmul_ceiling(setting.device, setting.dtype)
+        rate = flops / (timing.median * 1e-3) / 1e12
+        result |= {
+            "tflop": flops / 1e12,
+            "tflop_per_second": rate,
+            "ceiling_tflop_per_second": ceiling,
+            "share_of_ceiling": rate / ceiling,
+            "floor_ms": flops / ceiling / 1e9,
+        }
+    return result | more

@@ -1,0 +1,168 @@
+"""The frozen target timed alone: one packed row, stopped after the last tap, layers compiled and as they are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftsmith.bench.geometry import HYBRID, kinds_of, linear_sizes
+from draftsmith.bench.setting import Setting, result_of, start
+from draftsmith.bench.timing import host_milliseconds, measure
+from draftsmith.compiled.gate import Gate
+from draftsmith.compiled.region import Region
+from draftsmith.errors import UserError
+from draftsmith.target import fp8
+from draftsmith.target.forward import Target, run_layer
+from draftsmith.target.geometry import FULL, RECURRENT, TargetGeometry
+from draftsmith.target.proof import choose_packing
+
+_FAMILIES = {
+    Qwen3_5TextConfig: Qwen3_5ForCausalLM,
+    LlamaConfig: LlamaForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+}
+
+
+def bench_target(setting: Setting) -> dict[str, Any]:
+    """One row's features: as the trainer makes them, and with uncompiled layers.
+
+    Layers with state are never compiled (their kernels are no part of a graph), and on the CPU none are.
+
+    Raises:
+        UserError: fp8 is asked for and the device cannot do it, or a way of packing that the target does not take.
+    """
+    start(setting)
+    target = random_target(setting)
+    taps, row = setting.spec().taps, setting.row()
+    eager_ms, error = None, None
+
+    def work() -> None:
+        target.features(row.tokens_S, row.document_S, row.positions_S, taps)
+
+    target.free_layers_after(max(taps))
+    if setting.precision == "fp8":
+        error = fp8.lower(target, taps, [row], float("inf")).errors
+    compiles = setting.device.type == "cuda" and RECURRENT not in target.kinds
+    timing = measure(work, setting.device, runs=setting.runs)
+    gate, cold = Gate(), None
+    if compiles:
+        eager_ms = timing.median
+        region = Region("bench target", run_layer, gate=gate, device=setting.device, **setting.compile_options)
+        target.compile_layers(region)
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize(setting.device)
+        cold = time.perf_counter() - began
+        timing = measure(work, setting.device, runs=setting.runs)
+    graphs = len(gate.compiles)
+    gate.close()
+    peak = {}
+    if setting.device.type == "cuda":
+        held = torch.cuda.memory_allocated(setting.device)
+        peak["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(setting.device)
+        work()
+        torch.cuda.synchronize(setting.device)
+        peak["working_gib"] = (torch.cuda.max_memory_allocated(setting.device) - held) / 2**30
+        peak["host_ms"] = host_milliseconds(work, setting.device)
+    return result_of(
+        "target",
+        setting,
+        timing,
+        target_flops(setting.geometry, max(taps) + 1, setting.length, setting.documents),
+        layers_run=max(taps) + 1,
+        packing=target.packing,
+        packing_reason=target.packing_reason,
+        eager_ms=eager_ms,
+        graphs=graphs,
+        cold_seconds=cold,
+        feature_errors=error,
+        real_tokens_per_second=setting.length / (timing.median * 1e-3),
+        shape={"precision": setting.precision, "packing": target.packing},
+        **peak,
+    )
+
+
+def target_flops(g: TargetGeometry, layers: int, length: int, documents: int) -> float:
+    """FLOP of a row through the first `layers` layers: matrix products and the causal half of each document's scores.
+
+    Of a gated delta net: its projections, and for each token and value head three products with the state (what it
+    holds for the key, what is written, what the query reads).
+    """
+    mlp = 3 * g.hidden_size * g.intermediate_size
+    per_token = {FULL: 2 * g.hidden_size * g.head_dim * (g.heads + g.kv_heads) + mlp}
+    size = length / documents
+    other = {FULL: 4 * g.heads * g.head_dim * length * size / 2}
+    if g.model_type == HYBRID:
+        key_heads, value_heads, head = linear_sizes(g)
+        per_token[FULL] += g.hidden_size * g.head_dim * g.heads  # the gate of its attention's output
+        width = head * (2 * key_heads + 2 * value_heads) + 2 * value_heads
+        per_token[RECURRENT] = g.hidden_size * (width + head * value_heads) + mlp
+        other[RECURRENT] = 2 * 3 * length * value_heads * head * head
+    return float(sum(2 * length * per_token[kind] + other[kind] for kind in kinds_of(g)[:layers]))
+
+
+def model_config(g: TargetGeometry) -> Any:
+    """transformers' configuration of a model of the geometry's kind."""
+    fields: dict[str, Any] = {
+        "vocab_size": g.vocab_rows,
+        "hidden_size": g.hidden_size,
+        "intermediate_size": g.intermediate_size,
+        "num_hidden_layers": g.layers,
+        "num_attention_heads": g.heads,
+        "num_key_value_heads": g.kv_heads,
+        "head_dim": g.head_dim,
+        "max_position_embeddings": g.max_position_embeddings,
+        "tie_word_embeddings": g.tie_word_embeddings,
+    }
+    if g.model_type == HYBRID:
+        key_heads, value_heads, head = linear_sizes(g)
+        linear: dict[str, Any] = {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": value_heads,
+            "linear_key_head_dim": head,
+            "linear_value_head_dim": head,
+        }
+        return Qwen3_5TextConfig(**fields, **linear, layer_types=list(kinds_of(g)))
+    return LlamaConfig(**fields) if g.model_type == "llama" else Qwen3Config(**fields)
+
+
+def random_target(setting: Setting) -> Target:
+    """A model of the geometry's kind with random weights, packed as the setting says.
+
+    Raises:
+        UserError: it cannot be packed in that way.
+    """
+    g = setting.geometry
+    kinds = kinds_of(g)
+    config = model_config(g)
+    family: Any = _FAMILIES[type(config)]
+    with torch.device(setting.device):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(setting.dtype)
+        try:
+            model = family(config)
+        finally:
+            torch.set_default_dtype(before)
+    model.requires_grad_(False).eval()
+    target = Target(model, None, g, kinds, ())
+    choose_packing(target)
+    if setting.packing and setting.packing != target.packing:
+        if setting.packing != "separate" and (setting.packing == "pieces" or RECURRENT in kinds):
+            raise UserError(
+                f"this target cannot be packed as {setting.packing}: {target.packing_reason}", where="--packing"
+            )
+        if target.packing == "pieces":
+            model.config._attn_implementation = "sdpa"
+        target.packing, target.packing_reason = setting.packing, "as asked for"
+    return target

@@ -1,0 +1,85 @@
+"""The pipeline's benchmark: it runs the real one, small, and its figures are those of what it ran."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.bench.geometry import find_geometry
+from draftsmith.bench.parts import default_setting
+from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline, idle_shares, lines_of
+from draftsmith.cli import main
+from draftsmith.errors import UserError
+from draftsmith.pipeline import topology as topology_module
+
+CPU = torch.device("cpu")
+
+
+def small(**more: Any) -> PipelineSetting:
+    setting = default_setting(find_geometry("tiny"), CPU)
+    setting = replace(setting, length=64, anchors=4, block_size=4, chunk=16, documents=2, layers=1)
+    return PipelineSetting(setting, **{"targets": ("cpu",), "drafters": ("cpu",), "steps": 8, **more})
+
+
+def test_workers_share_one_device_and_the_prediction_stands_beside_the_figure() -> None:
+    result = bench_pipeline(small(targets=("cpu", "cpu"), drafters=("cpu", "cpu"), rows=4, sequence=True))
+    assert result["bench"] == "pipeline"
+    assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
+    assert result["tokens_per_second"] == pytest.approx(64 / (1e-3 * result["ms_per_row"]))
+    error = result["predicted_tokens_per_second"] / result["tokens_per_second"] - 1
+    assert result["prediction_error"] == pytest.approx(error)
+    assert result["sequence_tokens_per_second"] > 0
+    assert result["costs"]["tokens"] == 64
+    assert result["shape"]["targets"] == ["cpu", "cpu"]
+    assert result["workers"].keys() == {"prefetch 0", "prefetch 1", "target 0", "target 1", "drafter 0", "drafter 1"}
+    for drafter in ("drafter 0", "drafter 1"):  # the others are done before the last update
+        assert 0.7 <= sum(result["workers"][drafter].values()) <= 1.3
+    text = "\n".join(lines_of(result))
+    assert "in sequence" in text
+    assert "drafter 1" in text
+    json.dumps(result)
+
+
+def test_auto_measures_on_two_devices_and_says_how_right_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on two GPUs, with two names for the CPU."""
+    monkeypatch.setattr(topology_module, "_gpus", lambda: [CPU, torch.device("cpu", 1)])
+    result = bench_pipeline(small(targets=("auto",), drafters=("auto",), rows=2))
+    best = "both roles on each of 2 devices" if len(result["shape"]["drafters"]) == 2 else "1 + 1"
+    assert result["auto"].startswith(f"{best}: ")
+    assert "(measured)" in result["auto"]
+    predicted = float(result["auto"].split(": ")[1].split(" real")[0].replace(",", ""))
+    assert result["auto_prediction_error"] == pytest.approx(predicted / result["tokens_per_second"] - 1, abs=0.01)
+    assert any(line.startswith(f"  auto, before anything ran: {best}") for line in lines_of(result))
+
+
+def test_the_command_and_its_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--length", "64", "--anchors", "4", "--block-size", "4", "--chunk", "16", "--layers", "1", "--steps", "6"]
+    assert main(["bench", "pipeline", *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (tmp_path / "before.json").write_text(json.dumps(result | {"ms": 1e9, "ms_min": 1e9, "ms_max": 1e9}))
+    assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "before.json")]) == 0
+    assert main(["bench", "pipeline", "--targets", "cuda:9"]) == 2
+    assert main(["bench", "step", "--targets", "cpu"]) == 2
+
+
+def test_more_drafters_than_rows_are_refused() -> None:
+    with pytest.raises(UserError, match="rows_per_update"):
+        bench_pipeline(small(drafters=("cpu", "cpu"), rows=1))
+
+
+def test_idle_shares_are_those_of_overlapping_kernels() -> None:
+    """Twenty per cent at either end do not count: 200 to 800 of 1000 are looked at."""
+
+    def kernel(start: float, seconds: float, device: int = 0) -> dict[str, Any]:
+        return {"ts": start, "dur": seconds, "args": {"device": device}}
+
+    events = [kernel(0, 300), kernel(250, 100), kernel(260, 10), kernel(400, 300), kernel(900, 100)]
+    events += [kernel(0, 1000, device=1)]
+    shares = idle_shares(events)
+    # cuda:0 runs from 200 to 350 and from 400 to 700
+    assert shares == {0: pytest.approx(1 - 450 / 600), 1: pytest.approx(0.0)}

@@ -1,0 +1,218 @@
+"""Where workers' time goes, and the sentence that is made of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.observe.events import read_events
+from draftsmith.observe.live import notable_line
+from draftsmith.observe.status import read_status
+from draftsmith.observe.trace import write_trace
+from draftsmith.pipeline.balance import Balance, sentence
+from draftsmith.pipeline.clock import KINDS, Pace, WorkerClock, waiting_for_others
+from draftsmith.pipeline.costs import Costs, Placement, split, together
+from draftsmith.pipeline.interpreter import InterpreterProbe
+from draftsmith.pipeline.run import train
+from draftsmith.pipeline.vitals import volatile_because
+
+IDLE = dict.fromkeys(KINDS, 0.0)
+
+
+def workers(target: dict[str, float], drafter: dict[str, float], prefetch: dict[str, float] | None = None) -> Any:
+    found = {f"target {i}": {**IDLE, **target} for i in range(2)}
+    found |= {f"drafter {i}": {**IDLE, **drafter} for i in range(2)}
+    return found | {"prefetch 0": {**IDLE, **(prefetch or {"busy": 0.1})}}
+
+
+def say(costs: Costs | None, placement: Placement, devices: int, rows: int, **shares: Any) -> str:
+    usual = workers({"busy": 1.0}, {"busy": 0.6, "input": 0.4})
+    return sentence(shares.get("workers", usual), costs, placement, devices, rows, 2)
+
+
+def test_the_slower_role_and_what_would_be_faster() -> None:
+    assert (
+        say(Costs(2.0, 0.7, 0.0), split(5, 3), 8, 6)
+        == "targets are 1.7× too slow for 3 drafters: 6 + 2 would give +14 %"
+    )
+    text = say(Costs(0.095, 0.129, 0.01, 0.02), split(1, 1), 2, 2)
+    assert text == "the drafter is 1.4× too slow for 1 target: both roles on each of 2 devices would give +12 %"
+    text = say(Costs(1.4, 0.84, 0.0), split(5, 3), 8, 6)
+    assert text == "5 targets and 3 drafters are balanced: no other use of these 8 devices would be faster"
+
+
+def test_the_gain_is_that_of_the_two_figures() -> None:
+    """6 + 2 against 5 + 3, by hand: 2.0/5 = 0.4 a row now; then max(2.0/6, 0.7/2) = 0.35."""
+    assert f"+{100 * (0.4 / 0.35 - 1):.0f} %" in say(Costs(2.0, 0.7, 0.0), split(5, 3), 8, 6)
+
+
+def test_what_does_not_fit_is_not_proposed() -> None:
+    shares = workers({"busy": 1.0}, {"busy": 0.6, "input": 0.4})
+    text = sentence(
+        shares,
+        Costs(2.0, 0.7, 0.0),
+        split(5, 3),
+        8,
+        6,
+        2,
+        lambda placement: "" if placement == split(5, 3) else "too large",
+    )
+    assert text.endswith("no other use of these 8 devices would be faster")
+
+
+def test_prefetch_and_the_interpreter_can_be_the_bottleneck_too() -> None:
+    starved = workers({"input": 0.5, "busy": 0.5}, {"input": 0.6, "busy": 0.4}, {"busy": 0.9})
+    assert "raise pipeline.prefetch" in say(Costs(1.0, 1.0, 0.0), split(2, 2), 4, 2, workers=starved)
+    slowed = workers({"busy": 0.6, "interpreter": 0.4}, {"busy": 1.0})
+    assert say(None, split(2, 2), 0, 2, workers=slowed) == (
+        "nobody waits; targets wait for the interpreter up to 40% of the time"
+    )
+    assert say(None, together(2), 0, 2).startswith("both roles on each of 2 devices; drafters have work 60%")
+
+
+def test_costs_come_from_the_runs_own_rows_unless_devices_are_shared() -> None:
+    clocks = [WorkerClock("target 0"), WorkerClock("drafter 0")]
+    balance = Balance(clocks, split(1, 1), 0, 1, 2)
+    clocks[1].seconds["compiling"] = 30.0
+    balance.begin()
+    for clock, busy in zip(clocks, (2.0, 1.0), strict=True):
+        clock.rows = 10
+        clock.seconds["busy"] += busy
+    clocks[1].seconds["input"] += 1.0
+    found = balance.to_json(2.0)
+    assert found["costs"]["target"] == pytest.approx(0.2)
+    assert found["costs"]["drafter"] == pytest.approx(0.1)
+    assert found["text"] == "the target is 2.0× too slow for 1 drafter"
+    assert found["workers"]["drafter 0"]["input"] == pytest.approx(0.5)
+    assert found["workers"]["drafter 0"]["compiling"] == 0.0, "from the first row on"
+    assert found["workers"]["target 0"]["row_ms"] == pytest.approx(200)
+    shared = Balance(clocks, Placement((0,), (0,)), 0, 1, 2)
+    assert shared.to_json(2.0)["costs"] is None
+
+
+def test_kinds_of_time_never_overlap() -> None:
+    clock = WorkerClock("drafter 0")
+
+    class Meeting(threading.Thread):
+        def run(self) -> None:
+            began = time.perf_counter()
+            with clock.phase("update", 3):
+                time.sleep(0.02)
+                with waiting_for_others():
+                    time.sleep(0.03)
+            self.seconds = time.perf_counter() - began
+
+    thread = Meeting()
+    thread.clock = clock  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    assert clock.seconds["others"] >= 0.03
+    assert 0.02 <= clock.seconds["busy"] <= thread.seconds - clock.seconds["others"] + 1e-6
+    (span,) = clock.drain()
+    assert (span["kind"], span["what"], span["number"]) == ("phase", "update", 3)
+
+
+def test_a_rows_span_holds_its_waits() -> None:
+    clock = WorkerClock("target 0")
+    with clock.waiting("input"):
+        time.sleep(0.01)
+    with clock.busy(7):
+        time.sleep(0.005)
+    with clock.waiting("output"):
+        time.sleep(0.01)
+    assert clock.drain() == [], "the row is not over"
+    clock.done(queue=2)
+    (span,) = clock.drain()
+    assert (span["kind"], span["row"], span["queue"], span["worker"]) == ("work", 7, 2, "target 0")
+    assert span["input"] >= 0.01
+    assert span["output"] >= 0.01
+    assert span["end"] - span["start"] >= 0.005
+    assert clock.rows == 1
+
+
+def test_without_a_device_of_its_own_a_wait_is_a_wait() -> None:
+    pace = Pace(torch.device("cpu"))
+    pace.keep()
+    pace.mark()
+    assert pace.idle() == float("inf")
+
+
+def test_sleeping_in_a_row_counts_for_the_interpreter_only_as_often_as_it_is_taken() -> None:
+    """A thread that sleeps five times in its work, while a wait for the interpreter takes 2 ms."""
+    clock = WorkerClock("target 0")
+    clock.interpreter_wait = lambda: 0.002
+    with clock.busy(0):
+        for _ in range(5):
+            time.sleep(0.004)
+    # at least its five sleeps, and never more than it was off the core
+    assert 0.0099 <= clock.seconds["interpreter"] <= 0.05
+    assert clock.seconds["busy"] + clock.seconds["interpreter"] >= 0.02
+    quiet = WorkerClock("target 1")
+    with quiet.busy(0):
+        time.sleep(0.01)
+    assert quiet.seconds["interpreter"] == 0.0
+
+
+def test_the_probe_tells_a_taken_interpreter_from_a_free_one() -> None:
+    probe = InterpreterProbe()
+    for _ in range(60):
+        probe.note(1e-5)  # what the timer always adds
+    assert probe.wait() == 0.0
+    assert probe.to_json() == {"taken": 0.0, "wait_ms": 0.0}
+    for _ in range(20):
+        probe.note(1e-5 + 4e-3)
+    assert probe.wait() == pytest.approx(4e-3, rel=0.01)
+    assert probe.to_json() == {"taken": 0.25, "wait_ms": pytest.approx(4.0, rel=0.01)}
+
+
+def test_the_probe_notices_a_thread_that_keeps_the_interpreter() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.is_set():
+            sum(range(20_000))
+
+    probe, thread = InterpreterProbe(), threading.Thread(target=keep, daemon=True)
+    try:
+        thread.start()
+        probe.start()
+        time.sleep(1.0)
+        assert probe.to_json()["taken"] > 0.5
+        assert probe.wait() > 0.0005
+    finally:
+        over.set()
+        probe.end()
+        thread.join(5)
+        probe.join(5)
+        sys.setswitchinterval(before)
+
+
+def test_volatile_memory_has_a_cause() -> None:
+    none = {"num_alloc_retries": 0, "num_device_alloc": 0, "num_device_free": 0}
+    assert "asked again, 3 times" in volatile_because({**none, "num_alloc_retries": 3, "num_device_free": 9})
+    assert "2 pieces went back" in volatile_because({**none, "num_device_free": 2, "num_device_alloc": 1})
+    assert "4 new pieces" in volatile_because({**none, "num_device_alloc": 4})
+
+
+def test_a_run_ends_with_its_balance(tiny_run, tmp_path) -> None:
+    result = train(tiny_run("balance", pipeline={"targets": ["cpu"] * 2, "drafters": ["cpu"]}))
+    events = list(read_events(result.folder / "events.jsonl"))
+    last = [event for event in events if event["kind"] == "balance"][-1]
+    assert last["final"] is True
+    assert last["workers"].keys() == {"prefetch 0", "prefetch 1", "target 0", "target 1", "drafter 0"}
+    assert all(set(KINDS) <= own.keys() for own in last["workers"].values())
+    assert 14 <= last["workers"]["drafter 0"]["rows"] <= 4 * 6 + 2 * 2, "from the first look behind the warm-up on"
+    assert notable_line(last) == f"balance: {last['text']}"
+    status = read_status(result.folder)
+    assert any(line.startswith("balance") and last["text"] in line for line in status.lines())
+    phases = [event["what"] for event in events if event["kind"] == "phase"]
+    assert phases.count("update") == 4
+    count = write_trace(result.folder, tmp_path / "trace.json")
+    assert 2 * 26 <= count["arrows"] <= 2 * 28, "the last spans may come after the last step"
