@@ -63,7 +63,7 @@ class Size:
     steps: int | None
 
 
-FULL = Size(prompts=3600, held_out=40, answer_tokens=128, steps=None)
+FULL = Size(prompts=3800, held_out=40, answer_tokens=128, steps=None)
 QUICK = Size(prompts=24, held_out=3, answer_tokens=48, steps=6)
 EPOCHS = 1.1
 BATCH = 128
