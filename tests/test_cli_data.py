@@ -275,6 +275,13 @@ def test_init_writes_what_train_takes(
     assert config.read_text() == text
 
 
+def test_init_counts_half_a_surrogate_pair_and_goes_on(tiny_target: Path, tiny_chats: Path, tmp_path: Path) -> None:
+    data = tmp_path / "halves.jsonl"
+    broken = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b \\ud83d"}]}\n'
+    data.write_text(broken + tiny_chats.read_text())
+    assert cli.main(["init", str(tiny_target), str(data), "--output", str(tmp_path / "run.yaml")]) == 0
+
+
 def test_init_reads_what_train_reads(
     tiny_target: Path, tiny_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def bench(
     if part not in (*benches, "pipeline"):
         known = ", ".join([*benches, "pipeline", "memory", "decode"])
         raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {known}")
-    earlier = None if against is None else _read_result(against)
+    earlier = None if against is None else _read_result(against, part)
     name = ("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     place = parse_device(name)
     shape = find_geometry(geometry or ("qwen3-8b" if place.type == "cuda" else "tiny"))
@@ -275,11 +275,16 @@ def _lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _read_result(path: Path) -> dict[str, Any]:
+def _read_result(path: Path, part: str) -> dict[str, Any]:
+    """An earlier result of this benchmark; whether its shape is the same shows once the new one is there."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
+        found = {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
+        found |= {key: content.get(key) for key in ("device", "torch")}
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"is not a benchmark result: {error}", where=str(path)) from None
+    if found["bench"] != part:
+        raise UserError(f"is a result of bench {found['bench']}, not of bench {part}", where=str(path))
+    return found

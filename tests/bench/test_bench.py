@@ -139,7 +139,16 @@ def test_a_regression_counts_only_beyond_noise() -> None:
     slower, line = compare({**earlier, "ms": 107.0}, earlier)
     assert not slower
     assert "+7.0 %" in line
-    assert not compare({**earlier, "shape": {"S": 2}}, earlier)[0]
+    with pytest.raises(UserError, match="the earlier shape is"):
+        compare({**earlier, "shape": {"S": 2}}, earlier)
+    assert compare({**earlier, "torch": "2.13.0"}, {**earlier, "torch": "2.11.0"})[1].endswith("; before: 2.11.0")
+
+
+def test_a_result_of_another_benchmark_is_refused_before_anything_is_timed(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "mask.json"
+    path.write_text(json.dumps({"bench": "mask", "shape": {}, "ms": 1.0, "ms_min": 1.0, "ms_max": 1.0}))
+    monkeypatch.setitem(BENCHES, "update", lambda _setting: pytest.fail("it was timed"))
+    assert main(["bench", "update", "--against", str(path)]) == 2
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

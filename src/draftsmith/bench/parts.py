@@ -22,6 +22,7 @@ from draftsmith.compiled.region import Region
 from draftsmith.config import ObjectiveConfig, OptimizerConfig
 from draftsmith.drafter import build_masks
 from draftsmith.drafter.model import DraftModel, empty_model
+from draftsmith.errors import UserError
 from draftsmith.objective import HeadTerms, Objective, Sums
 from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.pipeline.link import Stop
@@ -243,9 +244,14 @@ def default_setting(geometry: TargetGeometry, device: torch.device, name: str = 
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]:
-    """(no regression, one line): slower only counts when it is outside both runs' own spread and 2 %."""
-    if (result["bench"], result["shape"]) != (earlier.get("bench"), earlier.get("shape")):
-        return False, "the earlier result is of another benchmark or shape"
+    """(no regression, one line): slower only counts when it is outside both runs' own spread and 2 %.
+
+    Raises:
+        UserError: the earlier result is of another benchmark or shape.
+    """
+    for what in ("bench", "shape"):
+        if result[what] != earlier[what]:
+            raise UserError(f"the earlier {what} is {earlier[what]}, not {result[what]}", where="--against")
     before, now = float(earlier["ms"]), float(result["ms"])
     noise = max(
         0.02 * before,
@@ -253,4 +259,5 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]
         float(result["ms_max"]) - float(result["ms_min"]),
     )
     change = f"{before:.2f} ms before, {now:.2f} ms now ({100 * (now / before - 1):+.1f} %, noise {noise:.2f} ms)"
-    return now - before <= noise, change
+    other = [earlier[what] for what in ("device", "torch") if earlier.get(what) not in (None, result.get(what))]
+    return now - before <= noise, change + (f"; before: {', '.join(other)}" if other else "")
