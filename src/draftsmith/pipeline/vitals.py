@@ -98,6 +98,9 @@ class Vitals:
             probe = DeviceProbe(_uuids(self._cuda)) if self._cuda else None
             if probe is not None and probe.reason:
                 self._log.write("notice", text=f"no facts about the devices: {probe.reason}")
+            # Rank 0 knows everybody's workers from the start, also where its last sample comes before their first.
+            idle = {clock.worker: dict.fromkeys(clock.seconds, 0.0) for clock in self._clocks}
+            self._exchange({"devices": [], "queues": {}, "workers": idle})
             vitals_at, balance_at = time.monotonic() + VITALS_SECONDS, time.monotonic() + BALANCE_SECONDS
             while not self._over.wait(self._patience()):
                 self._look()
