@@ -216,10 +216,16 @@ def test_a_chunk_must_hold_a_block() -> None:
 )
 def test_chunks_share_a_row_evenly(anchors: int, block_size: int, chunk: int, chunks: int) -> None:
     content = {**MINIMAL, "rows": {"anchors": anchors}, "drafter": {"block_size": block_size}}
-    assert parse_config(content).head_chunk == chunk
+    assert parse_config(content).head_chunk(block_size) == chunk
     blocks = chunk // (block_size - 1)
     assert -(-anchors // blocks) == chunks  # whole blocks to a chunk
-    assert parse_config({**content, "objective": {"chunk": 99}}).head_chunk == 99
+    assert parse_config({**content, "objective": {"chunk": 99}}).head_chunk(block_size) == 99
+
+
+def test_a_chunk_holds_the_blocks_of_the_drafter_that_training_starts_from() -> None:
+    config = parse_config({**MINIMAL, "rows": {"anchors": 3}})
+    assert config.drafter.block_size == 16
+    assert config.head_chunk(128) >= 127
 
 
 def test_unknown_variant() -> None:

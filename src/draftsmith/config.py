@@ -327,20 +327,17 @@ class RunConfig(Section):
                 f"pipeline.drafters has {drafters} devices but training.rows_per_update is {rows}: "
                 f"some would never get a row (raise rows_per_update to a multiple of {drafters})"
             )
-        if self.head_chunk < self.drafter.block_size - 1:
-            raise ValueError(
-                f"objective.chunk {self.head_chunk} cannot hold the {self.drafter.block_size - 1} taught slots "
-                "of a block"
-            )
+        slots, chunk = self.drafter.block_size - 1, self.head_chunk(self.drafter.block_size)
+        if chunk < slots:
+            raise ValueError(f"objective.chunk {chunk} cannot hold the {slots} taught slots of a block")
         if self.drafter.variant != "dflash":
             raise ValueError(f"drafter.variant {self.drafter.variant!r} is unknown (valid: 'dflash')")
         return self
 
-    @property
-    def head_chunk(self) -> int:
-        """Taught slots per head chunk, "auto" resolved."""
+    def head_chunk(self, block_size: int) -> int:
+        """Taught slots per head chunk, "auto" resolved for a drafter's blocks (`drafter.init` may have others)."""
         chunk = self.objective.chunk
-        return balanced_chunk(self.rows.anchors, self.drafter.block_size) if chunk == "auto" else chunk
+        return balanced_chunk(self.rows.anchors, block_size) if chunk == "auto" else chunk
 
     def fingerprint(self) -> str:
         """Hash of everything that decides what is learned; where, how often and how long it is kept does not count."""

@@ -135,15 +135,7 @@ def check_data(
     start = _start(config, geometry)
     block_size = start.block_size if start else config.drafter.block_size
     try:
-        corpus = prepare_corpus(
-            config.data,
-            tokenizer,
-            length=config.rows.length,
-            seed=config.training.seed,
-            block_size=block_size,
-            stop_ids=read_stop_ids(config.target, tokenizer),
-            progress=lambda done: progress("conversation", done),
-        )
+        corpus = _corpus(config, tokenizer, block_size, lambda done: progress("conversation", done))
         _describe_template(check, config, tokenizer)
     except UserError as error:
         check.failures.append(str(error))
@@ -262,6 +254,21 @@ def _start(config: RunConfig, geometry: TargetGeometry) -> DrafterSpec | None:
     return read_spec(Path(config.drafter.init), geometry.layers) if config.drafter.init else None
 
 
+def _corpus(
+    config: RunConfig, tokenizer: Any, block_size: int, progress: Callable[[int], None] | None = None
+) -> Corpus:
+    """What a run of this config would train on."""
+    return prepare_corpus(
+        config.data,
+        tokenizer,
+        length=config.rows.length,
+        seed=config.training.seed,
+        block_size=block_size,
+        stop_ids=read_stop_ids(config.target, tokenizer),
+        progress=progress,
+    )
+
+
 def preview_rows(
     config: RunConfig, numbers: list[int], *, conversation: str | None = None, block: int | None = None
 ) -> tuple[list[RowPicture], Corpus]:
@@ -280,14 +287,7 @@ def preview_rows(
     tokenizer = load_tokenizer(config.target)
     spec = _start(config, geometry)
     block_size = spec.block_size if spec else config.drafter.block_size
-    corpus = prepare_corpus(
-        config.data,
-        tokenizer,
-        length=config.rows.length,
-        seed=config.training.seed,
-        block_size=block_size,
-        stop_ids=read_stop_ids(config.target, tokenizer),
-    )
+    corpus = _corpus(config, tokenizer, block_size)
     if conversation is not None:
         found = corpus.train.find(conversation)
         if found is None:
@@ -310,7 +310,7 @@ def preview_rows(
             block_size=block_size,
             mask_token_id=mask_token_id,
             slot_weights_B=weights,
-            chunk=config.head_chunk,
+            chunk=config.head_chunk(block_size),
             kinds=kinds,
             seed=(config.training.seed, number),
             with_tiles=False,
@@ -375,15 +375,8 @@ def prepare_data(
     start = _start(config, geometry)
     began = time.monotonic()
     try:
-        corpus = prepare_corpus(
-            config.data,
-            tokenizer,
-            length=config.rows.length,
-            seed=config.training.seed,
-            block_size=start.block_size if start else config.drafter.block_size,
-            stop_ids=read_stop_ids(config.target, tokenizer),
-            progress=progress,
-        )
+        block_size = start.block_size if start else config.drafter.block_size
+        corpus = _corpus(config, tokenizer, block_size, progress)
     except NothingUsable as error:
         if incidents is not None:
             error.incidents.write(incidents)

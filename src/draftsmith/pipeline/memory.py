@@ -196,7 +196,7 @@ def estimate_memory(
     size, target_size = dtype.itemsize, target_dtype.itemsize
     length, queries = config.rows.length, config.rows.anchors * spec.block_size
     row = RowShape(
-        length, queries, config.head_chunk, config.objective.labels, size, attention == "flex",
+        length, queries, config.head_chunk(spec.block_size), config.objective.labels, size, attention == "flex",
         config.training.activation_checkpointing,
     )  # fmt: skip
     embeddings = geometry.vocab_rows * geometry.hidden_size * (1 if geometry.tie_word_embeddings else 2)

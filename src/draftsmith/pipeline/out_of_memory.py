@@ -85,12 +85,12 @@ def _lowered(plan: Plan) -> Iterator[tuple[str, RunConfig]]:
     tile = _TILE if plan.attention == "flex" else 1
     anchors = _half(config.rows.anchors, tile // math.gcd(tile, slots))
     length = _half(config.rows.length, max(tile, 16))
-    chunk = max(slots - 1, config.head_chunk // 2)
+    chunk = max(slots - 1, config.head_chunk(slots) // 2)
     # What the settings are, and what they would be.
     for section, name, now, then in (
         ("rows", "anchors", config.rows.anchors, anchors),
         ("rows", "length", config.rows.length, length),
-        ("objective", "chunk", config.head_chunk, chunk),
+        ("objective", "chunk", config.head_chunk(slots), chunk),
         ("training", "activation_checkpointing", config.training.activation_checkpointing, True),
         ("pipeline", "queue", config.pipeline.queue, 1),
     ):

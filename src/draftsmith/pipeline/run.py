@@ -545,7 +545,7 @@ def draft_batch(plan: Plan, row: Row, weights: torch.Tensor, seed: tuple[int, ..
         block_size=plan.spec.block_size,
         mask_token_id=plan.spec.mask_token_id,
         slot_weights_B=weights,
-        chunk=plan.config.head_chunk,
+        chunk=plan.config.head_chunk(plan.spec.block_size),
         kinds=plan.spec.kinds,
         seed=seed,
         with_tiles=plan.attention == "flex",
