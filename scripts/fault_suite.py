@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.bench.random_data import write_texts
 from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
@@ -37,26 +38,6 @@ from draftsmith.training import durable
 
 SAVE_EVERY = 2
 SLOWEST_SECONDS = 300.0
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "runs",
-    "far",
-    "away",
-    "from",
-    "here",
-    "to",
-    "there",
-    "again",
-]
 
 
 @dataclass(frozen=True)
@@ -247,8 +228,7 @@ def main() -> int:
     data = arguments.data
     if data is None:
         data = folder / "data.jsonl"
-        lines = [" ".join(generator.choices(WORDS, k=generator.randint(10, 60))) for _ in range(200)]
-        data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        write_texts(data, generator)
     began, failures, kills, places = time.monotonic(), 0, 0, []
     try:
         refused = refuses_a_second(folder, make_config(folder, arguments, data, "first"))

@@ -242,37 +242,19 @@ def staggered(options: argparse.Namespace, folder: pathlib.Path, limit: float) -
 def write_config(folder: pathlib.Path, device: str) -> pathlib.Path:
     """A run config at Qwen3-8B geometry (tiny on the CPU); its target has no weights."""
     import yaml
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     from draftsmith.bench.geometry import GEOMETRIES
-    from draftsmith.bench.target import model_config
+    from draftsmith.bench.random_data import write_conversations
+    from draftsmith.bench.random_target import write_random_target
 
     big = device != "cpu"
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<eos>", "<mask>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(["some words to learn from"], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", mask_token="<mask>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
-    fast.save_pretrained(folder / "target")
-    model_config(GEOMETRIES["qwen3-8b" if big else "tiny"]).save_pretrained(folder / "target")
-    words = ["some", "words", "to", "learn", "from"]
-    with (folder / "chats.jsonl").open("w") as file:
-        for number in range(64):
-            turns = [
-                {"role": "user", "content": f"question {number}"},
-                {"role": "assistant", "content": " ".join(words * 40)},
-            ]
-            file.write(json.dumps({"messages": turns}) + "\n")
+    write_random_target(folder / "target", GEOMETRIES["qwen3-8b" if big else "tiny"], weights=False)
+    write_conversations(folder / "chats.jsonl", random.Random(0), 64 * 200)
     content = {
         "target": {"path": str(folder / "target")},
         "data": {"train": str(folder / "chats.jsonl")},
         "rows": {"length": 4096, "anchors": 512} if big else {"length": 96, "anchors": 12},
         "drafter": {"layers": 5, "block_size": 16} if big else {"layers": 1, "block_size": 4},
-        "objective": {"chunk": 2048 if big else 16},
         "compile": {"enabled": "on", "evidence": "warn"},
         "training": {"output": str(folder / "run")},
         "pipeline": {"targets": [device], "drafters": [device]},
@@ -282,7 +264,7 @@ def write_config(folder: pathlib.Path, device: str) -> pathlib.Path:
 
 
 def first_step(options: argparse.Namespace, folder: pathlib.Path, limit: float) -> dict:
-    """`compile warm` (which checks in a second process), `cache pack`, `cache unpack` elsewhere, `compile prove`."""
+    """`compile prove` from nothing, `cache pack`, `cache unpack` elsewhere, `compile prove`; each in a process."""
     with tempfile.TemporaryDirectory(prefix="prove-first-") as scratch_name:
         scratch = pathlib.Path(scratch_name)
         config, archive = write_config(scratch, options.device), scratch / "cache.tar.gz"
@@ -306,31 +288,43 @@ def first_step(options: argparse.Namespace, folder: pathlib.Path, limit: float) 
             lines = done.stdout.strip().splitlines()
             content = json.loads(lines[-1]) if lines else {"stderr": done.stderr[-2000:]}
             content |= {"rc": done.returncode, "process_seconds": round(time.perf_counter() - began, 1)}
+            told = f"compile {' '.join(arguments[:2])}: rc {content['rc']} after {content['process_seconds']} s"
+            told += f": {done.stderr.strip().splitlines()[-1]}" if done.returncode and done.stderr.strip() else ""
+            seconds = content.get("warm_up_seconds")
+            print(told + (f", warm-up {seconds:.1f} s" if seconds else ""), file=sys.stderr, flush=True)
             return content
 
-        warm = command("warm", str(config), root="first")
-        if warm["rc"]:
-            return {"ok": False, "warm": warm}
+        empty = command("prove", str(config), root="first")
+        if empty["rc"]:
+            return {"ok": False, "empty": empty}
         packed = command("cache", "pack", str(config), str(archive), root="first")
         unpacked = command("cache", "unpack", str(config), str(archive), root="second")
-        proved = command("prove", str(config), root="second")
-        ledger = proved.get("ledger", {})
-        seen = [seen for verdict in ledger.get("evidence", []) for seen in verdict["seen"]]
+        full = command("prove", str(config), root="second")
+        hits = [entry["cache"] for entry in full.get("ledger", {}).get("entries", []) if entry["key"]]
         return {
-            "ok": proved["rc"] == 0,
-            "empty_cache_seconds": warm["cold_seconds"],
-            "filled_cache_seconds": warm["loaded_seconds"],
-            "unpacked_cache_seconds": proved.get("warm_up_seconds"),
+            "ok": full["rc"] == 0 and "miss" not in hits,
             "coverage": unpacked.get("coverage"),
             "packed_bytes": packed.get("bytes"),
-            "bytes": warm["bytes"],
-            "warm_up": ledger.get("warm_up"),
-            "kernels": {each["region"]: each["kernels"] for each in seen},
-            "peak_bytes": {each["region"]: each["peak_bytes"] for each in seen},
-            "problems": [problem for verdict in ledger.get("evidence", []) for problem in verdict["problems"]],
-            "process_seconds": [warm["process_seconds"], proved["process_seconds"]],
-            "stderr": proved.get("stderr", ""),
+            "hits": f"{hits.count('hit')} of {len(hits)}",
+            "empty": _figures(empty),
+            "packed": _figures(full),
         }
+
+
+def _figures(proved: dict) -> dict:
+    """What a `compile prove` says of its warm-up and its profiled step."""
+    ledger = proved.get("ledger", {})
+    verdicts = ledger.get("evidence", [])
+    seen = [seen for verdict in verdicts for seen in verdict["seen"]]
+    return {
+        "warm_up_seconds": proved.get("warm_up_seconds"),
+        "process_seconds": proved["process_seconds"],
+        "warm_up": ledger.get("warm_up"),
+        "kernels": {each["region"]: each["kernels"] for each in seen},
+        "peak_bytes": {each["region"]: each["peak_bytes"] for each in seen},
+        "problems": [problem for verdict in verdicts for problem in verdict["problems"]],
+        "stderr": proved.get("stderr", ""),
+    }
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -28,15 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.bench.geometry import GEOMETRIES
-from draftsmith.bench.target import model_config
+from draftsmith.bench.random_data import write_conversations
+from draftsmith.bench.random_target import write_random_target
 from draftsmith.observe.events import read_events
 
 TOLERANCE = 0.02  # of a bf16 loss near 12, whose gradients are summed in another order
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "away", "from"]
 DESCRIPTIONS = {
     "one": "one card",
     "1+1": "target on one, drafter on the other",
@@ -45,48 +43,6 @@ DESCRIPTIONS = {
     "ranks": "two ranks",
     "again": "two ranks again",
 }
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def write_target(folder: Path, geometry: str) -> None:
-    """A target with random weights, unless it is there."""
-    if (folder / "config.json").exists():
-        return
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<|mask|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", mask_token="<|mask|>"
-    )
-    fast.chat_template = CHATML
-    config = model_config(GEOMETRIES[geometry])
-    config.eos_token_id = fast.eos_token_id
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    fast.save_pretrained(folder)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def write_data(path: Path, tokens: int) -> None:
-    generator, written = random.Random(0), 0
-    with path.open("w") as file:
-        while written < tokens:
-            words = generator.choices(WORDS, k=generator.randint(60, 400))
-            asked = " ".join(generator.choices(WORDS, k=8))
-            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": " ".join(words)}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-            written += len(words)
 
 
 def command_of(
@@ -189,11 +145,13 @@ def main() -> int:
     folder = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    write_target(folder / f"target-{arguments.geometry}", arguments.geometry)
-    length = 4096 if torch.cuda.is_available() else 256
-    write_data(folder / "data.jsonl", length * arguments.rows * arguments.steps // 4)
+    target, on_cuda = folder / f"target-{arguments.geometry}", torch.cuda.is_available()
+    if not (target / "config.json").exists():
+        write_random_target(target, GEOMETRIES[arguments.geometry], device="cuda" if on_cuda else "cpu")
+    tokens = (4096 if on_cuda else 256) * arguments.rows * arguments.steps // 4
+    write_conversations(folder / "data.jsonl", random.Random(0), tokens)
     print(f"target and data: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    cards = [f"cuda:{i}" for i in range(2)] if torch.cuda.is_available() else ["cpu", "cpu"]
+    cards = [f"cuda:{i}" for i in range(2)] if on_cuda else ["cpu", "cpu"]
     one = {"targets": cards[:1], "drafters": cards[:1]}
     ways: dict[str, tuple[dict[str, Any], int]] = {
         "one": (one, 1),

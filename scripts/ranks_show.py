@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import draftsmith.pipeline.run  # noqa: F401 (before the forks, which need it)
+from draftsmith.bench.random_data import write_texts
 from draftsmith.cli import main as draftsmith_command
 from draftsmith.observe.events import read_events
 
 TOLERANCE = 1e-4  # of a loss; sums of gradients are formed in another order
 SLOWEST_SECONDS = 1800.0
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "away", "from"]
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "1+1+1": (1, {"targets": ["cpu"], "drafters": ["cpu"], "prefetch": 1}),
     "5+3+4": (1, {"targets": ["cpu"] * 5, "drafters": ["cpu"] * 3, "prefetch": 4}),
@@ -254,8 +254,7 @@ def main() -> int:
     generator = random.Random(arguments.seed)
     if arguments.data is None:
         arguments.data = folder / "data.jsonl"
-        lines = [" ".join(generator.choices(WORDS, k=generator.randint(10, 60))) for _ in range(200)]
-        arguments.data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        write_texts(arguments.data, generator)
     say, began = (sys.stderr if arguments.json else sys.stdout), time.monotonic()
     try:
         found = equality(folder, arguments, arguments.few)

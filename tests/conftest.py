@@ -10,41 +10,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import json
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from draftsmith.bench.geometry import GEOMETRIES
+from draftsmith.bench.random_data import WORDS
+from draftsmith.bench.random_target import chat_tokenizer, write_random_target
 from draftsmith.config import RunConfig, parse_config
-
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WORDS = [
-    "the",
-    "a",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "and",
-    "then",
-    "it",
-    "runs",
-    "far",
-    "away",
-    "from",
-    "here",
-    "to",
-    "there",
-    "again",
-]
 
 
 def sentence(generator: random.Random, words: int) -> str:
@@ -77,33 +52,18 @@ def one_thread():
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Qwen3 of 6 layers × 32 and a ChatML tokenizer of about 300 tokens."""
     folder = tmp_path_factory.mktemp("tiny-target")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<|mask|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>", mask_token="<|mask|>"
-    )
-    fast.chat_template = CHATML
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(fast),
+    tokenizer = chat_tokenizer(300)
+    geometry = replace(
+        GEOMETRIES["tiny"],
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        layers=6,
         head_dim=8,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.15,  # as loud as a trained one: logits of size 1, so that a loss can go to zero
-        eos_token_id=fast.eos_token_id,
+        vocab_rows=len(tokenizer),
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    # As loud as a trained one: logits of size 1, so that a loss can go to zero.
+    write_random_target(folder, geometry, dtype=torch.float32, tokenizer=tokenizer, initializer_range=0.15)
     return folder
 
 

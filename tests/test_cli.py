@@ -16,6 +16,7 @@ import pytest
 import draftsmith
 from draftsmith import cli
 from draftsmith.errors import UserError
+from draftsmith.pipeline.signals import Terminated
 
 CONFIG = "target: {path: nowhere/target}\ndata: {train: nowhere.jsonl}\n"
 
@@ -157,8 +158,11 @@ def test_json_is_alone_on_stdout(
         print("a library talks")
         return Plan()
 
+    checked: list[Any] = []
     stand_in(monkeypatch, "draftsmith.pipeline.plan", make_plan=make_plan)
+    stand_in(monkeypatch, "draftsmith.pipeline.starting", check_start=checked.append)
     assert cli.main(["train", config, "--plan", "--json"]) == 0
+    assert len(checked) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"steps": 20, "τ": None}
     assert err == "a library talks\n20 steps\nmemory 3 GiB\n"
@@ -220,9 +224,18 @@ def test_user_errors_interrupts_and_our_own_bugs(
 ) -> None:
     stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(UserError("no taps", where="a", fix="add one")))
     assert refused(capsys, "train", config) == "draftsmith: a: no taps (add one)\n"
-    stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(KeyboardInterrupt()))
-    assert cli.main(["train", config]) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    for interrupt, code, line in (
+        (KeyboardInterrupt(), 130, "draftsmith: interrupted\n"),
+        (KeyboardInterrupt("interrupted twice"), 130, "draftsmith: interrupted twice\n"),
+        (Terminated("terminated early"), 143, "draftsmith: terminated early\n"),
+    ):
+        stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(interrupt))
+        assert cli.main(["train", config]) == code
+        assert capsys.readouterr().err == line
+    monkeypatch.setenv("RANK", "1")  # the first rank has said it
+    assert cli.main(["train", config]) == 143
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("RANK")
     stand_in(monkeypatch, "draftsmith.pipeline.run", train=raising(AssertionError("invariant")))
     with pytest.raises(AssertionError, match="invariant"):
         cli.main(["train", config])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+import typer.core
 
 import draftsmith
 from draftsmith.cli_bench import bench
@@ -35,7 +36,21 @@ if TYPE_CHECKING:
 DTypeName = Literal["auto", "float32", "bfloat16"]
 TELLING_SECONDS = 3.0  # that rank 0 needs to collect what is wrong in all ranks, and to say it
 
+
+class _Interrupted(Exception):
+    """Carries a KeyboardInterrupt, its cause, past typer, which makes an exit code of it and says nothing."""
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise _Interrupted from interrupt
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train DFlash drafters for your own model, and measure what they are worth.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,10 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
         if _another_finds_it():
             return _leave_it_to_another()
         return _refuse(f"{error.format_message()} (draftsmith --help tells more)")  # type: ignore[attr-defined]
-    except (KeyboardInterrupt, typer.Abort):
-        if os.environ.get("RANK", "0") == "0":
-            print("draftsmith: interrupted", file=sys.stderr)
-        return 130
+    except _Interrupted as error:
+        return _say_who_ended_it(error.__cause__)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _say_who_ended_it(error)
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stdout = None  # type: ignore[assignment]
         return 0
@@ -145,10 +160,12 @@ def train(
         if plan:
             from draftsmith.pipeline.plan import make_plan
             from draftsmith.pipeline.seat import Seat
+            from draftsmith.pipeline.starting import check_start
 
             seat = Seat.read()
             if seat.rank == 0:
                 made = make_plan(run, ranks=seat.world)
+                check_start(made)
                 report(made.lines(), made.to_json())
             return 0
         from draftsmith.observe.live import LiveLine
@@ -414,6 +431,13 @@ def _leave_it_to_another() -> int:
     """Ends without a word, but not before who has the word: launchers end all ranks as soon as one has left."""
     time.sleep(TELLING_SECONDS)
     return 2
+
+
+def _say_who_ended_it(interrupt: BaseException | None) -> int:
+    """One line, by one rank only; the exit code is the signal's."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"draftsmith: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+    return getattr(interrupt, "exit_code", 130)
 
 
 def _refuse(text: str) -> int:

@@ -5,144 +5,231 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from draftsmith.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
+    from draftsmith.bench.setting import Setting
+
+Part = Annotated[
+    str, typer.Argument(metavar="PART", help="step, target, row, mask, loss, update, pipeline, memory, or decode.")
+]
+Drafter = Annotated[str | None, typer.Argument(metavar="[DRAFTER]", help="Of decode: a drafter's folder.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda:N; auto: cuda:0 if there is one.")]
+Runs = Annotated[int | None, typer.Option(min=1, help="Timed runs.")]
+Against = Annotated[Path | None, typer.Option(help="An earlier --json result: exit 1 if slower beyond noise.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
+
+# Sizes.
+Geometry = Annotated[
+    str, typer.Option(help="qwen3-8b, qwen3-4b, qwen3-0.6b, qwen3.5-hybrid, smollm2 or tiny; on a CPU small twins.")
+]
+Length = Annotated[int | None, typer.Option(min=16, help="S, context tokens of the row.")]
+Anchors = Annotated[int | None, typer.Option(min=1, help="N.")]
+BlockSize = Annotated[int | None, typer.Option(min=2, max=128, help="B.")]
+Chunk = Annotated[int | None, typer.Option(min=1, help="Taught slots per head chunk.")]
+Layers = Annotated[int | None, typer.Option(min=1, max=16, help="Of the drafter; as many taps.")]
+Documents = Annotated[int | None, typer.Option(min=1, help="Documents packed into the row.")]
+
+# Ways of one part or the other.
+Precision = Annotated[Literal["full", "fp8"], typer.Option(help="Of target, row: of linear layers.")]
+Packing = Annotated[
+    Literal["", "pieces", "mask", "separate"], typer.Option(help="Of target, row: how packed rows run.")
+]
+Optimizer = Annotated[Literal["adamw", "muon"], typer.Option(help="Of update.")]
+Rows = Annotated[
+    int, typer.Option(min=1, help="Of update and pipeline: rows of an update; of pipeline one a drafter at least.")
+]
+Targets = Annotated[str, typer.Option(help="Of pipeline: cuda:0,cuda:1 or the like, or auto.")]
+Drafters = Annotated[str, typer.Option(help="Of pipeline: likewise; devices may repeat.")]
+Steps = Annotated[int, typer.Option(min=6, help="Of pipeline: updates.")]
+Sequence = Annotated[bool, typer.Option("--sequence", help="Of pipeline: also in one thread.")]
+Autotune = Annotated[
+    bool, typer.Option("--autotune", help="Of step, target, row: try several kernels for each product; minutes.")
+]
+CompileDrafter = Annotated[
+    Literal["layers", "whole"], typer.Option(help="Of step and row: as compile.drafter of a run.")
+]
+
+# Decoding.
+TargetPath = Annotated[str | None, typer.Option(help="Of decode: directory, hub name, .gguf file, or 'demo'.")]
+Prompts = Annotated[
+    list[str] | None, typer.Option(help="Of decode: TASK=FILE of prompts or of a benchmark's lines; repeatable.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Of decode: length limit of an answer.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Of decode: the first so many prompts of a task; of memory: cases.")
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Of decode; 0: the likeliest token.")]
+Contexts = Annotated[str, typer.Option(help="Of decode: lengths at which τ is measured, such as 512,4096.")]
+DType = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of decode.")]
+Compile = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(help="Of decode: rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
+]
+Picture = Annotated[Path | None, typer.Option(help="Of decode: PNG to draw.")]
+
 
 def bench(
-    part: Annotated[
-        str, typer.Argument(metavar="PART", help="step, target, row, mask, loss, update, pipeline, memory, or decode.")
-    ],
-    drafter: Annotated[str | None, typer.Argument(metavar="[DRAFTER]", help="Of decode: a drafter's folder.")] = None,
-    geometry: Annotated[
-        str, typer.Option(help="qwen3-8b, qwen3-4b, qwen3-0.6b, qwen3.5-hybrid, smollm2 or tiny; on a CPU small twins.")
-    ] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda:N; auto: cuda:0 if there is one.")] = "auto",
-    length: Annotated[int | None, typer.Option(min=16, help="S, context tokens of the row.")] = None,
-    anchors: Annotated[int | None, typer.Option(min=1, help="N.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=2, max=128, help="B.")] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Taught slots per head chunk.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=16, help="Of the drafter; as many taps.")] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="Documents packed into the row.")] = None,
-    precision: Annotated[Literal["full", "fp8"], typer.Option(help="Of target, row: of linear layers.")] = "full",
-    packing: Annotated[
-        Literal["", "pieces", "mask", "separate"],
-        typer.Option(help="Of target, row: how packed rows run."),
-    ] = "",
-    optimizer: Annotated[Literal["adamw", "muon"], typer.Option(help="Of update.")] = "adamw",
-    rows: Annotated[
-        int, typer.Option(min=1, help="Of update and pipeline: rows of an update; of pipeline one a drafter at least.")
-    ] = 1,
-    targets: Annotated[str, typer.Option(help="Of pipeline: cuda:0,cuda:1 or the like, or auto.")] = "",
-    drafters: Annotated[str, typer.Option(help="Of pipeline: likewise; devices may repeat.")] = "",
-    steps: Annotated[int, typer.Option(min=6, help="Of pipeline: updates.")] = 24,
-    sequence: Annotated[bool, typer.Option("--sequence", help="Of pipeline: also in one thread.")] = False,
-    autotune: Annotated[
-        bool, typer.Option("--autotune", help="Of step, target, row: try several kernels for each product; minutes.")
-    ] = False,
-    runs: Annotated[int | None, typer.Option(min=1, help="Timed runs.")] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="An earlier --json result: exit 1 if slower beyond noise.")
-    ] = None,
-    target: Annotated[str | None, typer.Option(help="Of decode: directory, hub name, .gguf file, or 'demo'.")] = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option(help="Of decode: TASK=FILE of prompts or of a benchmark's lines; repeatable.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of decode: length limit of an answer.")] = 256,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Of decode: the first so many prompts of a task; of memory: cases.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of decode; 0: the likeliest token.")] = 0.0,
-    contexts: Annotated[str, typer.Option(help="Of decode: lengths at which τ is measured, such as 512,4096.")] = "",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of decode.")] = "auto",
-    compile: Annotated[
-        Literal["auto", "on", "off"],
-        typer.Option(help="Of decode: rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
-    ] = "auto",
-    picture: Annotated[Path | None, typer.Option(help="Of decode: PNG to draw.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")] = False,
+    part: Part,
+    drafter: Drafter = None,
+    geometry: Geometry = "",
+    device: Device = "auto",
+    length: Length = None,
+    anchors: Anchors = None,
+    block_size: BlockSize = None,
+    chunk: Chunk = None,
+    layers: Layers = None,
+    documents: Documents = None,
+    precision: Precision = "full",
+    packing: Packing = "",
+    optimizer: Optimizer = "adamw",
+    rows: Rows = 1,
+    targets: Targets = "",
+    drafters: Drafters = "",
+    steps: Steps = 24,
+    sequence: Sequence = False,
+    autotune: Autotune = False,
+    compile_drafter: CompileDrafter = "layers",
+    runs: Runs = None,
+    against: Against = None,
+    target: TargetPath = None,
+    prompts: Prompts = None,
+    max_new_tokens: MaxNewTokens = 256,
+    limit: Limit = None,
+    temperature: Temperature = 0.0,
+    contexts: Contexts = "",
+    dtype: DType = "auto",
+    compile: Compile = "auto",
+    picture: Picture = None,
+    json_: Json = False,
 ) -> int:
     """Time one part of the work on random weights, or (decode) a drafter at work."""
     if part == "decode":
         if drafter is None or target is None or not prompts:
             raise UserError("needs DRAFTER, --target and --prompts", where="bench decode")
-        lengths = _numbers(contexts)
+        sampling, lengths = {"temperature": temperature}, _numbers(contexts)
         return _decode(
-            drafter,
-            target,
-            prompts,
-            max_new_tokens,
-            limit,
-            temperature,
-            lengths,
-            device,
-            dtype,
-            compile,
-            picture,
-            json_,
-        )
-    if compile != "auto":
-        raise UserError("--compile is of decode", where=f"bench {part}")
-    if drafter is not None:
-        raise UserError(f"takes no drafter: {drafter!r}", where=f"bench {part}")
+            drafter, target, prompts, max_new_tokens, limit, sampling, lengths, device, dtype, compile, picture, json_
+        )  # fmt: skip
+    _refuse(part, "--compile is of decode", compile != "auto")
+    _refuse(part, f"takes no drafter: {drafter!r}", drafter is not None)
     if part == "memory":
         return _memory(device, limit, json_)
-    from dataclasses import replace
-
-    import torch
-
-    from draftsmith.bench.geometry import find_geometry, name_of
-    from draftsmith.bench.parts import BENCHES, compare, default_setting
-    from draftsmith.bench.row import bench_row
-    from draftsmith.config import balanced_chunk
-    from draftsmith.pipeline.topology import parse_device
-
-    benches = {**BENCHES, "row": bench_row}
-    if part not in (*benches, "pipeline"):
-        known = ", ".join([*benches, "pipeline", "memory", "decode"])
-        raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {known}")
-    earlier = None if against is None else _read_result(against, part)
-    name = ("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    place = parse_device(name)
-    shape = find_geometry(geometry or ("qwen3-8b" if place.type == "cuda" else "tiny"))
-    given = {
+    sizes = {
         "length": length, "anchors": anchors, "block_size": block_size, "layers": layers, "chunk": chunk,
         "documents": documents, "runs": runs,
     }  # fmt: skip
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    setting = replace(default_setting(shape, place, geometry or name_of(shape)), **changes)
-    setting = replace(setting, precision=precision, packing=packing, autotune=autotune, optimizer=optimizer, rows=rows)
-    if chunk is None:
+    ways = {
+        "precision": precision, "packing": packing, "autotune": autotune, "optimizer": optimizer, "rows": rows,
+        "compile_drafter": compile_drafter,
+    }  # fmt: skip
+    earlier = _earlier(part, against)
+    setting = _setting(geometry, device, sizes, ways)
+    of_rows, of_update = (precision, packing) != ("full", ""), (optimizer, rows) != ("adamw", 1)
+    of_pipeline = bool(targets or drafters or sequence)
+    _refuse(part, "--precision and --packing are of target and row", of_rows, "target row")
+    _refuse(part, "--optimizer and --rows are of update and pipeline", of_update, "update pipeline")
+    _refuse(part, "--targets, --drafters and --sequence are of the pipeline", of_pipeline, "pipeline")
+    return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)
+
+
+def _refuse(part: str, why: str, given: bool, parts: str = "") -> None:
+    """Raises UserError where an option is given that this part has not."""
+    if given and part not in parts.split():
+        raise UserError(why, where=f"bench {part}")
+
+
+def _earlier(part: str, against: Path | None) -> dict[str, Any] | None:
+    """The result to compare with. Raises UserError if the part is none, or the file no result of it."""
+    from draftsmith.bench.parts import BENCHES
+    from draftsmith.bench.results import read_result
+
+    known = [*BENCHES, "row", "pipeline", "memory", "decode"]
+    if part not in known:
+        raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {', '.join(known)}")
+    return None if against is None else read_result(against, part)
+
+
+def _place(device: str) -> torch.device:
+    """The device of a name."""
+    import torch
+
+    from draftsmith.pipeline.topology import parse_device
+
+    return parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+def _setting(geometry: str, device: str, sizes: dict[str, int | None], ways: dict[str, Any]) -> Setting:
+    """The default setting of a device with what was given changed."""
+    from dataclasses import replace
+
+    from draftsmith.bench.geometry import find_geometry, name_of
+    from draftsmith.bench.parts import default_setting
+    from draftsmith.config import balanced_chunk
+
+    place = _place(device)
+    shape = find_geometry(geometry or ("qwen3-8b" if place.type == "cuda" else "tiny"))
+    given: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
+    setting = replace(default_setting(shape, place, geometry or name_of(shape)), **given, **ways)
+    if "chunk" not in given:
         setting = replace(setting, chunk=balanced_chunk(setting.anchors, setting.block_size))
     if setting.documents > setting.length:
         raise UserError(f"{setting.documents} documents do not fit into a row of {setting.length}", where="--documents")
-    if (precision, packing) != ("full", "") and part not in ("target", "row"):
-        raise UserError("--precision and --packing are of target and row", where=f"bench {part}")
-    if (optimizer, rows) != ("adamw", 1) and part not in ("update", "pipeline"):
-        raise UserError("--optimizer and --rows are of update and pipeline", where=f"bench {part}")
-    if (targets or drafters or sequence) and part != "pipeline":
-        raise UserError("--targets, --drafters and --sequence are of the pipeline", where=f"bench {part}")
-    if part == "pipeline":
-        from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline, lines_of
+    return setting
 
-        here, there = (tuple(each.strip() for each in (text or name).split(",")) for text in (targets, drafters))
-        result = bench_pipeline(PipelineSetting(setting, here, there, max(rows, len(there)), steps, sequence=sequence))
+
+def _timed(part: str, setting: Setting, targets: str, drafters: str, steps: int, sequence: bool) -> dict[str, Any]:
+    """What the part's benchmark returns, with "remarks" on what of the target runs slowly."""
+    from draftsmith.bench.parts import BENCHES
+    from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline
+    from draftsmith.bench.row import bench_row
+
+    if part == "pipeline":
+        here, there = (
+            tuple(each.strip() for each in (text or str(setting.device)).split(",")) for text in (targets, drafters)
+        )
+        bench = PipelineSetting(setting, here, there, max(setting.rows, len(there)), steps, sequence=sequence)
+        result = bench_pipeline(bench)
     else:
-        result = benches[part](setting)
+        result = {**BENCHES, "row": bench_row}[part](setting)
+    remarks = _slow_layers(setting) if part in ("target", "row", "pipeline") else []
+    return {**result, **({"remarks": remarks} if remarks else {})}
+
+
+def _slow_layers(setting: Setting) -> list[str]:
+    """What the doctor says of the target's layers with state; nothing where there are none."""
+    from draftsmith.bench.geometry import kinds_of
+    from draftsmith.bench.random_target import model_config
+    from draftsmith.doctor.fast_paths import LINEAR, linear_attention
+
+    count = kinds_of(setting.geometry).count(LINEAR)
+    if not count:
+        return []
+    found = linear_attention(model_config(setting.geometry), setting.device, count)
+    return [f"{each.text}{f' (mend: {each.mend})' if each.mend else ''}" for each in found]
+
+
+def _report(result: dict[str, Any], earlier: dict[str, Any] | None, json_: bool) -> int:
+    """Prints; 0, or 1 if it is slower than earlier or the host waits for the device."""
+    from draftsmith.bench.pipeline_figures import lines_of as lines_of_pipeline
+    from draftsmith.bench.results import compare, lines_of
+
     ok, change = (True, "") if earlier is None else compare(result, earlier)
-    ok = ok and not result.get("host_waits")
     text = sys.stderr if json_ else sys.stdout
-    for line in lines_of(result) if part == "pipeline" else _lines(result):
+    lines = lines_of_pipeline(result) if result["bench"] == "pipeline" else lines_of(result)
+    for line in [*lines, *(f"  {remark}" for remark in result.get("remarks", ())), *([change] if change else [])]:
         print(line, file=text)
     if change:
-        print(change, file=text)
         result["against"] = change
     if json_:
         print(json.dumps(result))
-    return 0 if ok else 1
+    return 0 if ok and not result.get("host_waits") else 1
 
 
 def _decode(
@@ -151,7 +238,7 @@ def _decode(
     prompts: list[str],
     max_new_tokens: int,
     limit: int | None,
-    temperature: float,
+    sampling: dict[str, float],
     contexts: list[int],
     device: str,
     dtype: str,
@@ -169,7 +256,6 @@ def _decode(
     from draftsmith.drafter.native import load_drafter
     from draftsmith.export.card import find_run
     from draftsmith.observe.live import LiveLine
-    from draftsmith.pipeline.topology import parse_device
     from draftsmith.target.load import load_target
 
     tasks = []
@@ -177,7 +263,7 @@ def _decode(
         name, equals, file = entry.partition("=")
         path = Path(file if equals else entry)
         tasks.append((name if equals else path.stem, read_prompts(path)[:limit]))
-    place = parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    place = _place(device)
     name = ("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype
     frozen = load_target(TargetConfig(path=target), place, getattr(torch, name))  # type: ignore[call-arg]
     model = load_drafter(Path(drafter), frozen.device, frozen.dtype, frozen.geometry.layers)
@@ -189,7 +275,7 @@ def _decode(
             frozen,
             tasks,
             max_new_tokens=max_new_tokens,
-            sampling={"temperature": temperature},
+            sampling=sampling,
             contexts=contexts,
             trained_length=None if run is None else run.config["rows"]["length"],
             progress=lambda what, done, total: live({"kind": "step", "unit": what, "step": done, "steps": total}),
@@ -205,14 +291,10 @@ def _decode(
 
 def _memory(device: str, limit: int | None, json_: bool) -> int:
     """`bench memory`: 0 if what was predicted is right on all held-out configurations, else 1."""
-    import torch
-
     from draftsmith.bench.memory import BOUND, CASES, bench_memory
-    from draftsmith.pipeline.topology import parse_device
 
     text = sys.stderr if json_ else sys.stdout
-    place = parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    result = bench_memory(place, CASES[:limit], progress=lambda line: print(line, file=text, flush=True))
+    result = bench_memory(_place(device), CASES[:limit], progress=lambda line: print(line, file=text, flush=True))
     print(
         f"held out: off by {result['held_out_worst']:.1%} at most (right below {BOUND:.0%}); "
         f"the others by {result['fit_worst']:.1%}",
@@ -228,63 +310,3 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise UserError(f"{text!r} is not a list of numbers", where="--contexts", fix="512,4096") from None
-
-
-def _lines(result: dict[str, Any]) -> list[str]:
-    shape = " ".join(f"{key}={value}" for key, value in result["shape"].items())
-    lines = [
-        f"{result['bench']}: {result['ms']:.2f} ms (min {result['ms_min']:.2f}, max {result['ms_max']:.2f}) at {shape}"
-        f" ({result['geometry']})"
-    ]
-    if "share_of_ceiling" in result:
-        lines.append(
-            f"  {result['tflop_per_second']:.3g} TFLOP/s, {100 * result['share_of_ceiling']:.0f} % of the matmul "
-            f"ceiling ({result['ceiling_tflop_per_second']:.3g}); floor {result['floor_ms']:.2f} ms"
-        )
-    names = {
-        "real_tokens_per_second": "real tokens/s",
-        "peak_gib": "GiB at most",
-        "process_gib": "GiB of this process at most",
-        "working_gib": "GiB at most beyond the weights",
-        "host_ms": "ms for the host to hand it over",
-        "step_peak_gib": "GiB at most in a step",
-        "on_device_ms": "ms to put the masks together on the device",
-        "gb_per_second": "GB/s of unavoidable traffic",
-        "taught": "taught slots",
-        "eager_ms": "ms with uncompiled layers",
-        "cold_seconds": "s for the first row, compiling included",
-    }
-    if "share_of_bandwidth" in result:
-        lines.append(
-            f"  {100 * result['share_of_bandwidth']:.0f} % of what a copy reaches "
-            f"({result['ceiling_gb_per_second']:,.0f} GB/s); floor {result['floor_ms']:.2f} ms"
-        )
-    if result.get("kernels"):
-        lines.append(f"  {result['kernels']}")
-    if "host_waits" in result:
-        waits = result["host_waits"]
-        lines.append(f"  the host waits for the device: {waits[0]}" if waits else "  the host waits for nothing in it")
-    if result.get("packing_reason"):
-        lines.append(f"  packed rows run as {result['packing']}: {result['packing_reason']}")
-    if result.get("feature_errors"):
-        lines.append(f"  fp8 changes features by {', '.join(f'{error:.1%}' for error in result['feature_errors'])}")
-    for key, name in names.items():
-        value = result.get(key)
-        if value is not None:
-            lines.append(f"  {value:,.0f} {name}" if value >= 1e4 else f"  {value:,.4g} {name}")
-    return lines
-
-
-def _read_result(path: Path, part: str) -> dict[str, Any]:
-    """An earlier result of this benchmark; whether its shape is the same shows once the new one is there."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
-        found |= {key: content.get(key) for key in ("device", "torch")}
-    except FileNotFoundError:
-        raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"is not a benchmark result: {error}", where=str(path)) from None
-    if found["bench"] != part:
-        raise UserError(f"is a result of bench {found['bench']}, not of bench {part}", where=str(path))
-    return found

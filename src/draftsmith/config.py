@@ -272,6 +272,9 @@ class CompileConfig(Section):
 
     enabled: Literal["auto", "on", "off"] = Field("auto", description="auto: on for CUDA, off for CPU")
     target: bool = Field(True, description="the target's layers too, where compiling is on and documents run packed")
+    drafter: Literal["layers", "whole"] = Field(
+        "layers", description="layers: one graph for equal layers, a fast start; whole: one graph of all, fewer calls"
+    )
     on_recompile: Literal["error", "warn"] = "error"
     evidence: Literal["error", "warn", "off"] = Field(
         "error", description="profile a step now and then: what to do where the compiled kernels are not seen"

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from draftsmith.bench.geometry import GEOMETRIES, find_geometry, kinds_of, twin
-from draftsmith.bench.parts import BENCHES, compare, default_setting, draft_flops
+from draftsmith.bench.parts import BENCHES, default_setting, draft_flops
+from draftsmith.bench.random_target import random_target
+from draftsmith.bench.results import compare
 from draftsmith.bench.setting import Setting
-from draftsmith.bench.target import random_target, target_flops
+from draftsmith.bench.target import target_flops
 from draftsmith.blocks import dense_mask
 from draftsmith.cli import main
 from draftsmith.errors import UserError
@@ -173,3 +175,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(wrong) == 2
     assert main([*arguments, "--against", str(tmp_path / "none.json")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_what_runs_slowly_in_a_hybrid_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU the gated delta nets have no kernels; attention needs none."""
+    arguments = ["bench", "target", "--device", "cpu", "--length", "96", "--layers", "1", "--runs", "1", "--json"]
+    assert main([*arguments, "--geometry", "qwen3.5-hybrid"]) == 0
+    output = capsys.readouterr()
+    slow = json.loads(output.out)["remarks"]
+    assert ["gated delta rule of 6 layers runs in plain PyTorch" in line for line in slow] == [True, False]
+    assert all(line in output.err for line in slow)
+    assert main([*arguments, "--geometry", "tiny"]) == 0
+    assert "remarks" not in json.loads(capsys.readouterr().out)

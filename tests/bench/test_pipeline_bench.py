@@ -12,7 +12,9 @@ import torch
 
 from draftsmith.bench.geometry import find_geometry
 from draftsmith.bench.parts import default_setting
-from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline, idle_shares, lines_of
+from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline
+from draftsmith.bench.pipeline_figures import lines_of
+from draftsmith.bench.pipeline_trace import idle_shares
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.pipeline import topology as topology_module

@@ -108,6 +108,22 @@ def test_kernel_names_of_a_real_trace_match():
         assert not re.search(f"{forward}|{backward}", name)
 
 
+def test_a_call_that_the_end_cuts_off_is_no_fallback(gate):
+    """A target goes on while the profiler stops: a thread's last call may show no graph. Not so in a region with a
+    backward, which stands still by then, and not if there is no other call."""
+    loose = Region("loose", wave, gate=gate, device="cpu", fullgraph=False, recompile_limit=1)
+    for size in (8, 9):
+        loose(leaf(size))
+    cut = lambda: (loose(leaf(8)), loose(leaf(9)))  # noqa: E731
+    assert Evidence(gate, [Expected(loose)]).check(cut).seen[0].eager == 0
+    assert "loose on cpu ran 1 of 2 times without a compiled graph" in problems_of(
+        gate, [Expected(loose, backward=True)], cut
+    )
+    assert problems_of(gate, [Expected(loose)], lambda: loose(leaf(9))) == [
+        "loose on cpu ran 1 times without a compiled graph"
+    ]
+
+
 def test_control_region_never_called(gate):
     first, second = warmed(gate, "called", "idle")
     assert problems_of(gate, [Expected(first), Expected(second)], lambda: first(leaf())) == [
@@ -146,6 +162,9 @@ def test_control_recompile_limit_of_one(gate):
     assert problems_of(gate, [Expected(loose)], lambda: loose(leaf(9))) == [
         "loose on cpu ran 1 times without a compiled graph"
     ]
+    # Also where some of its calls are compiled: a drafter by layers, one kind of which falls back.
+    partly = lambda: (loose(leaf(9)), loose(leaf(8)))  # noqa: E731
+    assert problems_of(gate, [Expected(loose)], partly) == ["loose on cpu ran 1 of 2 times without a compiled graph"]
     strict = Region("strict", wave, gate=gate, recompile_limit=1, backend="aot_eager")
     strict(leaf(8))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):

@@ -54,14 +54,36 @@ def test_a_compiled_run_warms_up_seals_and_is_judged(tiny_run, traced):
     assert all(turn["verified"] is True for turn in turns)
     verdicts = events(result.folder, "evidence")
     assert [verdict["step"] for verdict in verdicts] == [1, 3]
-    assert "drafter 0 on cpu ran 6 times without a compiled graph" in verdicts[0]["problems"]
+    assert "drafter 0 on cpu ran 12 times without a compiled graph" in verdicts[0]["problems"]
     ledger = json.loads((result.folder / "ledger.json").read_text())
     assert {entry["region"] for entry in ledger["entries"]} == {"target 0", "drafter 0", "objective 0"}
     assert len(ledger["evidence"]) == 2
 
 
+@pytest.mark.parametrize("layer_types", [None, ["sliding_attention"] + 3 * ["full_attention"]])
+def test_a_drafter_by_layers_is_the_whole_one(tiny_run, traced, layer_types):
+    """Same losses; equal layers share a graph: there is one of the context, of the first layer (whose input asks for
+    no gradient), of those between, and of the last."""
+    drafter = {
+        "layers": 4,
+        "taps": [0, 2, 4],
+        "block_size": 4,
+        "layer_types": layer_types,
+        "sliding_window": 7 if layer_types else None,
+    }
+    losses, graphs = [], []
+    for way in ("layers", "whole"):
+        compiling = {"enabled": "on", "evidence": "off", "drafter": way}
+        result = train(tiny_run(way, **SMALL | {"drafter": drafter}, compile=compiling))
+        losses.append(result.losses)
+        ledger = json.loads((result.folder / "ledger.json").read_text())
+        graphs.append(sum(entry["region"] == "drafter 0" for entry in ledger["entries"]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert graphs == [4, 1]
+
+
 def test_missing_evidence_ends_the_run(tiny_run, traced):
-    with pytest.raises(UserError, match="NOT the compiled path: drafter 0 on cpu ran 6 times") as caught:
+    with pytest.raises(UserError, match="NOT the compiled path: drafter 0 on cpu ran 12 times") as caught:
         train(tiny_run("missing", **SMALL, compile={"enabled": "on"}))
     assert "compile.evidence=warn" in caught.value.fix
 
@@ -90,7 +112,7 @@ def test_the_reference_agrees_with_the_drafter(tiny_run, drafter):
 def test_control_wrong_mask(tiny_run, wrong, monkeypatch):
     """The reference catches a drafter whose mask is wrong, though every kernel would be the right one."""
     plan, replica, sample = sample_of(tiny_run)
-    right = replica.fill_blocks.function
+    right = replica.model.fill_blocks
 
     def forward(features, embeddings, context, slots, masks):
         masks = dict(masks)
@@ -152,3 +174,14 @@ def test_a_compiled_run_looks_in_draftsmiths_own_cache(tiny_run, traced, caches)
         torch._dynamo.reset()
     assert folders[0] == folders[2] != folders[1]
     assert {os.path.dirname(folder) for folder in folders} == {str(caches)}
+
+
+def test_a_cache_is_found_again_by_a_process_that_has_not_compiled_yet(tiny_run, monkeypatch):
+    """Compiling sets variables and options of its own process, which must not change where it keeps things."""
+    plan = make_plan(tiny_run("place", **SMALL, compile={"enabled": "on"}))
+    place = compiling.cache_folder(plan)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/else")
+    assert compiling.cache_folder(plan) == place
+    compiling.machine_facts.cache_clear()
+    assert compiling.cache_folder(plan) != place, "a user's own variable counts"
+    compiling.machine_facts.cache_clear()

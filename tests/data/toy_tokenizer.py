@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from draftsmith.bench.random_target import train_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -72,17 +73,9 @@ SPECIAL = [
 
 def build_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
     """Trained on this file: enough merges for words, runs of newlines, and odd cuts."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = Path(__file__).read_text(encoding="utf-8")
-    inner.train_from_iterator(
-        [text, "\n\n\n\n \n\n a\n\nb\n\n" * 20, "user assistant system hello world " * 20], trainer
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos, chat_template=template)
+    texts = [
+        Path(__file__).read_text(encoding="utf-8"),
+        "\n\n\n\n \n\n a\n\nb\n\n" * 20,
+        "user assistant system hello world " * 20,
+    ]
+    return train_tokenizer(texts, 600, SPECIAL, template, bos_token="<s>", eos_token=eos)

@@ -24,7 +24,7 @@ from ranks_show import Started, losses_of, make_config, start, wait_for_step
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
-from draftsmith.pipeline import ranks
+from draftsmith.pipeline import ranks, run
 from draftsmith.pipeline.compiling import Compiling
 from draftsmith.target.forward import Target
 from draftsmith.training.step import Replica
@@ -110,6 +110,25 @@ def killed_in_the_warm_up(folder: Path, arguments: argparse.Namespace) -> Starte
     return started
 
 
+def interrupted_early(folder: Path, arguments: argparse.Namespace) -> Started:
+    """Ctrl-C, which a launcher hands on to all ranks, while they plan."""
+
+    def prepare(rank: int) -> None:
+        def planning(*_: Any, **__: Any) -> None:
+            (folder / f"plans-{rank}").touch()
+            time.sleep(60)
+
+        run.make_plan = planning  # type: ignore[assignment]
+
+    started = start(make_config(folder, arguments, 500, "early", ONE), 2, prepare=prepare)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (folder / "plans-0").exists():  # rank 1 plans after it
+        time.sleep(0.02)
+    for pid in started.pids:
+        os.kill(pid, signal.SIGINT)
+    return started
+
+
 def target_that_hangs(folder: Path, arguments: argparse.Namespace) -> Started:
     """In rank 1 the target never comes back from its tenth row."""
 
@@ -131,7 +150,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         *(user_error_in_one, bug_in_one, config_that_is_wrong, other_settings),
-        *(signal_to_one, standing_still, killed_in_the_warm_up, target_that_hangs),
+        *(signal_to_one, standing_still, killed_in_the_warm_up, target_that_hangs, interrupted_early),
     )
 }
 

@@ -17,9 +17,11 @@ from draftsmith.observe.trace import write_trace
 from draftsmith.pipeline.balance import Balance, sentence
 from draftsmith.pipeline.clock import KINDS, Pace, WorkerClock, waiting_for_others
 from draftsmith.pipeline.costs import Costs, Placement, split, together
-from draftsmith.pipeline.interpreter import InterpreterProbe
+from draftsmith.pipeline.interpreter import TURN, InterpreterProbe, short_turns
+from draftsmith.pipeline.link import Stop, Stopped
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.vitals import volatile_because
+from draftsmith.pipeline.workers import Worker
 
 IDLE = dict.fromkeys(KINDS, 0.0)
 
@@ -216,3 +218,60 @@ def test_a_run_ends_with_its_balance(tiny_run, tmp_path) -> None:
     assert phases.count("update") == 4
     count = write_trace(result.folder, tmp_path / "trace.json")
     assert 2 * 26 <= count["arrows"] <= 2 * 28, "the last spans may come after the last step"
+
+
+class FakeEnd:
+    """An event that was passed so many milliseconds ago; None: not yet."""
+
+    def __init__(self, ago: float | None) -> None:
+        self.ago = ago
+
+    def query(self) -> bool:
+        return self.ago is not None
+
+    def elapsed_time(self, now: object) -> float:
+        assert self.ago is not None
+        return self.ago
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("target", "idle"), [(None, 0.0), (5.0, 0.005), (80.0, 0.03)])
+def test_workers_of_one_device_look_at_all_of_its_work(monkeypatch, target: float | None, idle: float) -> None:
+    monkeypatch.setattr(Pace, "_event", lambda self: FakeEnd(0.0))
+    card, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    paces = [Pace(card), Pace(card), Pace(other), Pace(torch.device("cpu"))]
+    Pace.share(paces)
+    paces[0]._end, paces[1]._end, paces[2]._end = FakeEnd(30.0), FakeEnd(target), FakeEnd(None)
+    assert paces[0].idle() == pytest.approx(idle)
+    assert paces[2].idle() == 0.0
+    assert paces[3].idle() == float("inf")
+
+
+def test_a_wait_in_which_the_run_ends_is_counted() -> None:
+    """What `totals` showed while it went on does not vanish, or a share of time would be negative."""
+    worker = Worker("target 0", torch.device("cpu"), Stop())
+    shown = []
+
+    def wait() -> None:
+        with worker.waiting("output"):
+            time.sleep(0.01)
+            shown.append(worker.clock.totals()["output"])
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        wait()
+    assert worker.clock.totals()["output"] >= shown[0] >= 0.01
+
+
+def test_threads_take_short_turns_while_a_run_goes_on(tiny_run) -> None:
+    before, within = sys.getswitchinterval(), []
+    train(tiny_run("turns"), listener=lambda event: within.append((event["kind"], sys.getswitchinterval())))
+    turns = [turn for kind, turn in within if kind == "step"]
+    assert turns == pytest.approx([TURN] * len(turns), rel=0.01)
+    assert turns
+    assert sys.getswitchinterval() == before
+    with pytest.raises(ValueError, match="whatever"), short_turns():
+        raise ValueError("whatever")
+    assert sys.getswitchinterval() == before

@@ -178,3 +178,20 @@ class TestAuto:
             resolve_topology(PipelineConfig(targets=("cuda:0+cpu",), drafters=("cpu",)), 1)
         with pytest.raises(UserError, match="cuda:9"):
             resolve_topology(PipelineConfig(targets=("cuda:9",), drafters=("cpu",)), 1)
+
+    @pytest.mark.parametrize(
+        ("name", "twice"),
+        [
+            *(("cpu+cpu", "cpu"), ("cpu+cpu:0", "cpu"), ("cpu + cpu + cpu", "cpu")),
+            *(("cuda+cuda:0", "cuda:0"), ("cuda:1+cuda:0+cuda:1", "cuda:1"), ("cuda:2+cuda:2", "cuda:2")),
+        ],
+    )
+    def test_a_device_twice_in_one_span_is_said(self, name: str, twice: str) -> None:
+        with pytest.raises(UserError, match=f"pipeline.targets: .*names {twice} twice"):
+            resolve_topology(PipelineConfig(targets=("cpu", name), drafters=("cpu",)), 1)
+
+    def test_the_cpu_is_one_device_by_whatever_name(self) -> None:
+        found = resolve_topology(PipelineConfig(targets=("cpu", "cpu:0"), drafters=("cpu:0",)), 1)
+        assert found.devices == (torch.device("cpu"),)
+        with pytest.raises(UserError, match="'cpu:1' does not exist"):
+            resolve_topology(PipelineConfig(targets=("cpu:1",), drafters=("cpu",)), 1)

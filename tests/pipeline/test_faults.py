@@ -30,7 +30,10 @@ from draftsmith.pipeline.run import train
 from draftsmith.pipeline.saving import Saver
 from draftsmith.pipeline.topology import Topology
 from draftsmith.target.forward import Target
+from draftsmith.training import checkpoint
+from draftsmith.training.finite import first_not_finite
 from draftsmith.training.step import Replica
+from draftsmith.training.update import ReplicaUpdate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TWO = {"drafters": ["cpu", "cpu"], "targets": ["cpu"]}
@@ -150,6 +153,110 @@ def test_a_row_is_noted_without_reading_anything_back() -> None:
     assert len(host_waits(lambda: judge.bad(0, 1.0, float("nan")), cpu)) == 2, "which this test can see"
 
 
+def break_after(monkeypatch: pytest.MonkeyPatch, what: str, updates: int) -> None:
+    """So many updates in, a number of the drafter's weights, or of their masters, is none."""
+    apply, calls = ReplicaUpdate.apply, [0]
+
+    def broken(self, *arguments, **named):
+        apply(self, *arguments, **named)
+        calls[0] += self.index == 0
+        if self.index == 0 and calls[0] == updates:
+            {"weights": self._weights, "masters": self._masters}[what][0].detach().view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(ReplicaUpdate, "apply", broken)
+    # every checkpoint, however busy the disk is
+    monkeypatch.setattr(Saver, "ready", property(lambda self: self._wait_until_idle() is None))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints, in all of which every number is one."""
+    found = sorted((folder / "checkpoints").glob("step-*/trainer.safetensors"))
+    assert all(bool(torch.isfinite(value).all()) for path in found for value in load_file(path).values())
+    return [int(path.parent.name.removeprefix("step-")) for path in found]
+
+
+@pytest.mark.parametrize("on_nan", ["skip", "stop"])
+def test_broken_weights_end_the_run_and_no_row_is_blamed(tiny_run, monkeypatch: pytest.MonkeyPatch, on_nan) -> None:
+    break_after(monkeypatch, "masters", 3)
+    settings = {"on_nan": on_nan, "steps": 50, "save_every": 1, "eval_every": 0}
+    config = tiny_run("weights", training=settings, pipeline=TWO)
+    line = r"weights are not finite since step 3 \(master/.*\) \(go back to checkpoint step 2 with --resume"
+    with pytest.raises(UserError, match=line) as error:
+        train(config)
+    assert "row" not in str(error.value)
+    folder = Path(config.training.output)
+    assert saved_steps(folder) == [1, 2]
+    assert notices(folder) == []
+
+
+def test_weights_that_are_made_from_good_masters_again_cost_one_update(tiny_run, monkeypatch) -> None:
+    """torch's operators write them behind a skipped update too; that all rows show it is said."""
+    break_after(monkeypatch, "weights", 3)
+    settings = {"on_nan": "skip", "steps": 6, "save_every": 1, "eval_every": 0}
+    result = train(tiny_run("healed", training=settings, pipeline=TWO))
+    (text,) = notices(result.folder)
+    assert text.startswith("step 4 skipped: ")
+    assert ", in all 6 rows of the update, so perhaps through none of them: row 18 (" in text
+    assert saved_steps(result.folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_weight_that_is_not_finite_is_found_in_the_drafters_themselves() -> None:
+    """On CUDA a skipped update leaves them as they are, however good the masters."""
+    judge = not_finite.NotFinite("skip", lambda _row: [])
+    models = [torch.nn.LayerNorm(2), torch.nn.LayerNorm(2)]
+    for number, model in enumerate(models):
+        model(torch.ones(1, 2)).sum().backward()
+        judge.note(run_module.Job(number, True, 0, number), Sums(torch.ones(6)), model)
+    assert judge.broken_weight() == ""
+    models[1].bias.data[1] = float("inf")
+    assert judge.broken_weight() == "bias"
+
+
+def test_broken_weights_are_known_without_checkpoints(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_after(monkeypatch, "masters", 3)
+    config = tiny_run("none", training={"on_nan": "skip", "steps": 50, "save_every": 0, "eval_every": 0})
+    # Update 4 writes the weights from the masters, the fifth shows it.
+    with pytest.raises(UserError, match=r"not finite since step 5 \(.*\) \(there is no checkpoint: start again"):
+        train(config)
+    assert saved_steps(Path(config.training.output)) == []
+
+
+def test_the_last_checkpoint_of_a_run_is_not_one_of_broken_weights(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_after(monkeypatch, "masters", 3)
+    config = tiny_run("last", training={"steps": 3, "save_every": 2, "eval_every": 0})
+    with pytest.raises(UserError, match=r"not finite since step 3 .*go back to checkpoint step 2 with"):
+        train(config)
+    assert saved_steps(Path(config.training.output)) == [2]
+
+
+def test_a_checkpoint_of_broken_weights_is_not_resumed(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes one any more; an earlier release did."""
+    config = tiny_run("earlier", training={"steps": 3, "save_every": 2, "eval_every": 0})
+    with monkeypatch.context() as patched:
+        break_after(patched, "masters", 3)
+        patched.setattr(checkpoint, "first_not_finite", lambda _tensors: "")
+        train(config)
+    result = train(config, resume=True)
+    assert (result.step, len(result.losses)) == (3, 1)
+    assert saved_steps(Path(config.training.output)) == [2, 3]
+    told = [event["text"] for event in read_events(result.folder / "events.jsonl") if event["kind"] == "notice"]
+    assert any("the weights of this checkpoint are not finite (master/" in text for text in told)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_that_is_not_finite_is_named(bad: float, dtype: torch.dtype) -> None:
+    tensors = {name: torch.randn(7, 11).to(dtype) for name in "abc"} | {
+        "empty": torch.empty(0),
+        "n": torch.ones(2).int(),
+    }
+    assert first_not_finite(tensors) == ""
+    tensors["c"][0, 0] = bad
+    assert first_not_finite(tensors) == "c"
+    tensors["b"][6, 10] = bad
+    assert first_not_finite(tensors) == "b"
+
+
 # -- memory --------------------------------------------------------------------------------------------------------
 
 CUDA_SAYS = (
@@ -254,8 +361,6 @@ def test_whoever_raises_nothing_is_left(tiny_run, tmp_path, monkeypatch, role: s
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    from draftsmith.training.update import ReplicaUpdate
-
     owner, name = {
         "prefetch": (run_module, "make_draft_batch"),
         "target": (Target, "features"),
@@ -373,7 +478,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tiny_run, monkeypatch: pytest.M
     monkeypatch.setattr(Replica, "step", slow)
     before = set(threading.enumerate())
     config = tiny_run("twice", training={"steps": 5000, "save_every": 0, "eval_rows": 0})
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted twice, at step \d: nothing was saved$"):
         train(config)
     assert not list((Path(config.training.output) / "checkpoints").glob("step-*"))
     wait_for_the_end_of_threads(before)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.cli import main
 from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.errors import UserError
@@ -25,6 +26,7 @@ from draftsmith.pipeline.features import (
     write_features,
 )
 from draftsmith.pipeline.plan import make_plan
+from draftsmith.pipeline.run import train
 from draftsmith.pipeline.stored import StoredTarget, open_features
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import read_geometry
@@ -247,3 +249,35 @@ def test_a_drafter_to_start_from_decides_the_taps(tiny_run: Any) -> None:
     first = run_module.train(tiny_run("first", drafter={"taps": [0, 4]}, training={"steps": 1}))
     later = tiny_run("later", drafter={"init": str(first.checkpoint), "taps": [1, 2]})
     assert wanted_by(later, read_geometry(later.target), "bf16").taps == (0, 4)
+
+
+def test_a_plan_refuses_what_a_start_would(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same line, and without a weight loaded; what a start takes, the plan takes."""
+    folder = tmp_path / "features"
+
+    def planned(output: str = "run", **sections: Any) -> tuple[int, str]:
+        config = tiny_run(output, **sections)
+        path = tmp_path / "run.yaml"
+        path.write_text(config.model_dump_json())
+        code = main(["train", str(path), "--plan"])
+        said = capsys.readouterr().err
+        if code:
+            with pytest.raises(UserError) as error:
+                train(config)
+            assert said == f"draftsmith: {error.value}\n"
+            capsys.readouterr()
+        return code, said
+
+    stored = {"target": {"features": str(folder)}}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        (stored, "holds no features"),
+        ({"decoding": {"every": 2, "prompts": str(tmp_path / "nope.jsonl")}}, "nope.jsonl"),
+        ({"decoding": {"every": 2, "device": "cuda:99"}}, "does not exist"),
+        ({"data": {"held_out_share": 0.0}, "decoding": {"every": 2}}, "no held-out conversations to decode"),
+        ({"training": {"trackers": ["mlflow"]}}, "mlflow"),
+    )
+    for number, (sections, line) in enumerate(cases):
+        code, said = planned(f"run-{number}", **sections)
+        assert (code, line in said) == (2, True), said
+    written(tiny_run(), folder)
+    assert planned(**stored) == (0, "")

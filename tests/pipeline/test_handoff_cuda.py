@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -81,3 +83,22 @@ def test_a_thread_stays_two_rows_ahead_and_knows_when_its_device_ran_dry() -> No
     assert pace.idle() == 0.0, "it works on an update"
     torch.cuda.synchronize(device)
     assert 0 <= pace.idle() < 0.5
+
+
+def test_a_shared_device_is_idle_when_nobody_works_on_it() -> None:
+    device = torch.device("cuda", 0)
+    target, drafter, alone = (Pace(device) for _ in range(3))
+    Pace.share([target, drafter, Pace(torch.device("cpu"))])
+    busy = torch.randn(4096, 4096, device=device)
+    drafter.mark()
+    torch.cuda.synchronize(device)
+    time.sleep(0.05)
+    assert drafter.idle() >= 0.05
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for _ in range(200):
+            busy @ busy
+        target.mark()
+        alone.mark()
+    assert drafter.idle() == 0.0, "the target works"
+    torch.cuda.synchronize(device)
+    assert drafter.idle() < 0.05, "since the target's end, not since its own"

@@ -26,6 +26,7 @@ from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.ranks import Note, Ranks, agree_on_start
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.seat import Seat, slice_of
+from draftsmith.pipeline.starting import run_log
 from draftsmith.pipeline.sync import Exchange, exchange_line
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "ranks_show.py"
@@ -123,6 +124,35 @@ def test_alone_everything_is_answered_at_once() -> None:
             ranks.together(lambda: (_ for _ in ()).throw(UserError("mine")))
 
 
+def test_what_nccl_says_when_it_is_aborted_is_told_once(tiny_run, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the log while there is one, else on stderr; the groups behind it are let go all the same."""
+
+    class Group:
+        def __init__(self, error: str = "") -> None:
+            self.error, self.aborted = error, 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+            if self.error:
+                raise RuntimeError(self.error)
+
+    config = tiny_run("told")
+    ranks = Ranks()
+    groups = [Group("unhandled cuda error\nand a trace"), Group()]
+    ranks._to_let_go = list(groups)  # type: ignore[arg-type]
+    line = "rank 0: NCCL could not be aborted (unhandled cuda error): a device may wait until the end"
+    with run_log(config, ranks, False, None) as (folder, _):
+        ranks._let_go()
+        ranks._let_go()
+    assert [group.aborted for group in groups] == [1, 1]
+    told = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "notice"]
+    assert [event["text"] for event in told] == [line]
+    assert line not in capsys.readouterr().err
+    ranks._to_let_go = list(groups)  # type: ignore[arg-type]
+    ranks._let_go()
+    assert capsys.readouterr().err == f"draftsmith: {line}\n"
+
+
 def test_sums_cross_before_anything_is_divided() -> None:
     """An exchange whose other rank brings the same again: loss and Σ w double, the update stays what it was."""
 
@@ -198,7 +228,7 @@ def test_topologies_agree_and_a_killed_run_goes_on(tiny_target: Path, tiny_chats
 def faults(tiny_target: Path, tiny_chats: Path) -> dict[str, Any]:
     """Everything that goes wrong in one rank, one case after the other."""
     cases = ["user_error_in_one", "bug_in_one", "config_that_is_wrong", "other_settings", "signal_to_one"]
-    cases += ["standing_still", "killed_in_the_warm_up", "target_that_hangs"]
+    cases += ["standing_still", "killed_in_the_warm_up", "target_that_hangs", "interrupted_early"]
     command = [sys.executable, str(FAULTS), str(tiny_target), str(tiny_chats), *cases]
     result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
@@ -234,6 +264,13 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_update(faults: dict[str, A
     assert case["codes"] == [143, 143]
     assert case["checkpoints"] == [[f"step-{case['steps'][0]:07d}"]]
     assert complaints(case) == [[], []]
+
+
+def test_an_early_interrupt_of_all_ranks_is_one_line(faults: dict[str, Any]) -> None:
+    case = faults["interrupted_early"]
+    assert case["codes"] == [130, 130]
+    assert complaints(case) == [["draftsmith: interrupted"], []]
+    assert not any("Traceback" in said for said in case["said"])
 
 
 @pytest.mark.parametrize("name", ["standing_still", "killed_in_the_warm_up"])

@@ -336,3 +336,65 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_run) -> None:
     with pytest.raises(UserError, match="no checkpoint can be used; the newest: this checkpoint is of another run"):
         train(ours, resume=True)
     assert {path.name for path in place.parent.iterdir()} == {"refused-step-0000001", "refused-step-0000002"}
+
+
+class FakeRuntime:
+    """Stands for the CUDA runtime: locks pages, or fails with a code."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.locked = code, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
+        if not self.code:
+            self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_host_buffers_are_locked_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer, why_not = saving.page_locked(torch.Size([3, 5]), torch.float32)
+    assert (buffer.shape, why_not) == ((3, 5), "")
+    assert runtime.locked == {buffer.data_ptr(): 60}
+    view = buffer[1:]
+    del buffer
+    assert len(runtime.locked) == 1, "its memory is still in use"
+    del view
+    assert runtime.locked == {}
+    assert saving.page_locked(torch.Size([0]), torch.float32)[1] == ""
+    assert runtime.locked == {}
+
+
+def test_memory_that_cannot_be_locked_is_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code=2))
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(lambda *_: tmp_path, log, Stop())
+        first, second = (saver._host_buffer(torch.Size([size]), torch.float32) for size in (4, 6))
+        saver.close()
+    assert (first.shape, second.shape) == ((4,), (6,))
+    (notice,) = of_kind(tmp_path, "notice")
+    assert "not page-locked (CUDA error 2)" in notice["text"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_prepared_buffers_take_what_the_gpu_has(tmp_path: Path) -> None:
+    written: dict[str, torch.Tensor] = {}
+
+    def write(_step: int, tensors: dict[str, torch.Tensor], _state: dict[str, Any]) -> Path:
+        written.update((name, value.clone()) for name, value in tensors.items())
+        return tmp_path
+
+    tensors = {"a": torch.randn(1000, 1000, device="cuda"), "b": torch.tensor(3.0, device="cuda")}
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(write, log, Stop())
+        saver.prepare(tensors)
+        saver._wait_until_idle()
+        assert all(saver._buffers[name].is_pinned() for name in tensors)
+        saver.take(1, tensors, {})
+        saver.close()
+    assert all(torch.equal(written[name], value.cpu()) for name, value in tensors.items())
+    assert of_kind(tmp_path, "notice") == []

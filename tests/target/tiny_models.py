@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -20,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from draftsmith.bench.random_target import train_tokenizer
 from draftsmith.blocks import Document, Row, pack_row
 
 VOCABULARY = 320
@@ -83,18 +83,10 @@ CONFIGS = {
 
 def tiny_tokenizer(padded_to: int = 300, **names: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of about `padded_to` tokens."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=padded_to,
-        special_tokens=["<|end|>", "<|user|>", "<|stop|>", "<|spare|>", "<|reserved_0|>", "<|reserved_1|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "<|stop|>", **names})
-    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}<|stop|>{% endfor %}"
-    return tokenizer
+    special = ["<|end|>", "<|user|>", "<|stop|>", "<|spare|>", "<|reserved_0|>", "<|reserved_1|>"]
+    template = "{% for m in messages %}<|user|>{{ m['content'] }}<|stop|>{% endfor %}"
+    text = "the quick brown fox jumps over the lazy dog " * 3
+    return train_tokenizer([text], padded_to, special, template, **{"eos_token": "<|stop|>", **names})
 
 
 def save_tiny(folder: Path, name: str, attention: str = "sdpa") -> Path:

@@ -24,8 +24,8 @@ import torch
 
 from draftsmith.bench.geometry import find_geometry
 from draftsmith.bench.parts import make_replica
+from draftsmith.bench.random_target import random_target
 from draftsmith.bench.setting import GIB, Setting
-from draftsmith.bench.target import random_target
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 from draftsmith.config import OptimizerConfig, RunConfig, parse_config

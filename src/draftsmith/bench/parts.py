@@ -15,14 +15,13 @@ import torch
 from draftsmith.bench.geometry import twin
 from draftsmith.bench.setting import GIB, Setting, result_of, start
 from draftsmith.bench.target import bench_target
-from draftsmith.bench.timing import copy_ceiling, host_milliseconds, measure
+from draftsmith.bench.timing import copy_ceiling, host_milliseconds, measure, seconds_of
 from draftsmith.blocks import DraftBatch
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 from draftsmith.config import ObjectiveConfig, OptimizerConfig
 from draftsmith.drafter import build_masks
-from draftsmith.drafter.model import DraftModel, empty_model
-from draftsmith.errors import UserError
+from draftsmith.drafter.model import DraftModel, empty_model, run_part
 from draftsmith.objective import HeadTerms, Objective, Sums
 from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.pipeline.link import Stop
@@ -32,7 +31,7 @@ from draftsmith.target.forward import Features
 from draftsmith.target.geometry import TargetGeometry
 from draftsmith.target.head import TargetHead
 from draftsmith.training.muon import step_flops
-from draftsmith.training.step import Replica
+from draftsmith.training.step import ByLayer, Replica
 from draftsmith.training.update import make_updates
 
 
@@ -76,7 +75,10 @@ def make_replica(
         head = TargetHead(embedding, embedding if tied else torch.randn_like(embedding) * 0.02)
     terms = Region("bench objective", chunk_terms, gate=gate, enabled=compiled)
     objective = Objective(ObjectiveConfig(chunk=setting.chunk), spec.block_size, HeadTerms(head.head_VH), terms)
-    fill_blocks = Region("bench drafter", model.fill_blocks, gate=gate, enabled=compiled, **setting.compile_options)
+    by_layer = setting.compile_drafter == "layers"
+    function = run_part if by_layer else model.fill_blocks
+    region = Region("bench drafter", function, gate=gate, enabled=compiled, **setting.compile_options)
+    fill_blocks = ByLayer(model.fill_blocks, region) if by_layer else region
     return Replica(model, head, objective, setting.attention, fill_blocks)
 
 
@@ -108,6 +110,7 @@ def bench_step(setting: Setting) -> dict[str, Any]:
         forget()
         step()
 
+    cold = seconds_of(work, setting.device)
     timing = measure(work, setting.device, runs=setting.runs)
     gate.close()
     flops = draft_flops(setting, cpu_batch)
@@ -128,6 +131,8 @@ def bench_step(setting: Setting) -> dict[str, Any]:
         tflop_by_part={name: value / 1e12 for name, value in flops.items()},
         real_tokens_per_second=cpu_batch.real_tokens / (timing.median * 1e-3),
         taught=cpu_batch.taught,
+        cold_seconds=cold,
+        compile_drafter=setting.compile_drafter,
         **peak,
     )
 
@@ -241,23 +246,3 @@ def default_setting(geometry: TargetGeometry, device: torch.device, name: str = 
     small = twin(geometry)
     name = name if small is geometry else f"small twin of {name or geometry.model_type}"
     return Setting(small, device, 256, 32, 8, 2, 256, 4, runs=3, name=name)
-
-
-def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]:
-    """(no regression, one line): slower only counts when it is outside both runs' own spread and 2 %.
-
-    Raises:
-        UserError: the earlier result is of another benchmark or shape.
-    """
-    for what in ("bench", "shape"):
-        if result[what] != earlier[what]:
-            raise UserError(f"the earlier {what} is {earlier[what]}, not {result[what]}", where="--against")
-    before, now = float(earlier["ms"]), float(result["ms"])
-    noise = max(
-        0.02 * before,
-        float(earlier["ms_max"]) - float(earlier["ms_min"]),
-        float(result["ms_max"]) - float(result["ms_min"]),
-    )
-    change = f"{before:.2f} ms before, {now:.2f} ms now ({100 * (now / before - 1):+.1f} %, noise {noise:.2f} ms)"
-    other = [earlier[what] for what in ("device", "torch") if earlier.get(what) not in (None, result.get(what))]
-    return now - before <= noise, change + (f"; before: {', '.join(other)}" if other else "")

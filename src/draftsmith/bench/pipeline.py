@@ -10,13 +10,10 @@ kernels and copies ran.
 
 from __future__ import annotations
 
-import json
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,18 +22,18 @@ from typing import Any
 import torch
 
 from draftsmith.bench.geometry import kinds_of, twin
-from draftsmith.bench.setting import GIB, Setting
-from draftsmith.bench.target import model_config, random_target
+from draftsmith.bench.pipeline_figures import Watch, figures, predicted
+from draftsmith.bench.pipeline_trace import KERNELS, read_trace, trace
+from draftsmith.bench.random_target import model_config, random_target
+from draftsmith.bench.setting import Setting
 from draftsmith.blocks import Row
 from draftsmith.compiled import Gate, cache
 from draftsmith.config import RunConfig, parse_config
 from draftsmith.drafter.model import DraftModel
 from draftsmith.objective import Sums
-from draftsmith.observe.events import Event, EventLog
+from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import balance_of
-from draftsmith.pipeline.clock import KINDS
 from draftsmith.pipeline.compiling import cache_folder
-from draftsmith.pipeline.costs import Costs, choose, seconds_per_update
 from draftsmith.pipeline.jobs import Job, JobSequence
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.measure import measure_costs, rough_weights, settle
@@ -56,9 +53,6 @@ from draftsmith.target.taps import MaskToken
 from draftsmith.training.step import Replica
 from draftsmith.training.update import ReplicaUpdate, make_updates, total_sums
 
-WARM = 3  # updates that are not counted: the first is profiled, and queues fill
-TRACED = 4  # updates under the profiler, in the middle
-RAMP = 0.2  # of the traced time, at either end, that starting and stopping the profiler may disturb
 POOL = 8  # different rows
 
 
@@ -152,34 +146,6 @@ def _config(bench: PipelineSetting, rows: int, folder: Path) -> RunConfig:
     )
 
 
-@dataclass
-class _Watch:
-    """When updates ended, where workers' time had gone by then, and what the events said."""
-
-    clocks: Sequence[Any]
-    ends: list[float] = field(default_factory=list)
-    spent: list[dict[str, dict[str, float]]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    reached: threading.Condition = field(default_factory=threading.Condition)
-
-    def __call__(self, event: Event) -> None:
-        if event["kind"] == "step":
-            with self.reached:
-                self.ends.append(time.perf_counter())
-                self.spent.append({clock.worker: {**clock.totals(), "rows": clock.rows} for clock in self.clocks})
-                self.tokens.append(event["tokens"])
-                self.reached.notify_all()
-        elif event["kind"] in ("warmup", "evidence", "notice"):
-            self.lines.append(f"{event['kind']}: {event['text']}")
-
-    def wait_for(self, updates: int, stop: Stop) -> bool:
-        with self.reached:
-            while len(self.ends) < updates and not stop.is_set():
-                self.reached.wait(0.2)
-            return len(self.ends) >= updates
-
-
 def bench_pipeline(bench: PipelineSetting) -> dict[str, Any]:
     """Runs it and measures; see the module's docstring.
 
@@ -214,7 +180,7 @@ def bench_pipeline(bench: PipelineSetting) -> dict[str, Any]:
                 lambda number: make(Job(number, True, number, 0)),
                 block_size=plan.spec.block_size,
             )
-            result |= _predicted(plan, costs, result["tokens_per_second"])
+            result |= predicted(plan, costs, result["tokens_per_second"])
             if bench.sequence:
                 rate = _in_sequence(plan, targets, replicas, updates)
                 result["sequence_tokens_per_second"] = rate
@@ -261,9 +227,9 @@ def _run(
         exchange = Exchange(updates, stop)
         workers = make_workers(plan, targets, replicas, exchange, progress, gate, log, 0, stop, False)
         progress.clocks.extend(worker.clock for worker in workers)
-        watch = _Watch(progress.clocks)
+        watch = Watch(progress.clocks)
         log.listen(watch)
-        tracer = threading.Thread(target=lambda: _trace(bench, watch, stop, scratch), daemon=True)
+        tracer = threading.Thread(target=lambda: trace(bench.steps, watch, stop, scratch), daemon=True)
         if plan.compiled:
             tracer.start()
         links = {worker.name: worker.inbox for worker in workers if hasattr(worker, "inbox")}
@@ -275,63 +241,13 @@ def _run(
         if plan.compiled:
             tracer.join(60)
         return {
-            **_figures(plan, watch, bench.steps),
+            **figures(plan, watch, bench.steps),
             "first_update_seconds": round(watch.ends[0] - began, 2),
             "balance": log.summary["balance"] and log.summary["balance"]["text"],
             "interpreter": interpreter,
             "notes": watch.lines,
-            **_traced(scratch / "kernels.json"),
+            **read_trace(scratch / KERNELS),
         }
-
-
-def _figures(plan: Plan, watch: _Watch, steps: int) -> dict[str, Any]:
-    """Speed and shares between the last warm update and the last."""
-    first, last = WARM, steps - 2  # the last one's end is told together with the one before
-    seconds = watch.ends[last] - watch.ends[first]
-    gaps = [1e3 * (late - early) for early, late in zip(watch.ends[first:], watch.ends[first + 1 :], strict=False)]
-    rows = plan.sequence.own_rows * (last - first)
-    shares = {
-        worker: {kind: round((now[kind] - watch.spent[first][worker][kind]) / seconds, 4) for kind in KINDS}
-        for worker, now in watch.spent[last].items()
-    }
-    topology = plan.topology
-    cuda = [device for device in topology.devices if device.type == "cuda"]
-    return {
-        "bench": "pipeline",
-        "device": torch.cuda.get_device_name(cuda[0]) if cuda else "cpu",
-        "torch": torch.__version__,
-        "ms": statistics.median(gaps),
-        "ms_min": min(gaps),
-        "ms_max": max(gaps),
-        "runs": len(gaps),
-        "ms_per_row": 1e3 * seconds / rows,
-        "tokens_per_second": (watch.tokens[last] - watch.tokens[first]) / seconds,
-        "shape": {
-            "S": plan.config.rows.length, "N": plan.config.rows.anchors, "B": plan.spec.block_size,
-            "layers": plan.spec.layers, "H": plan.geometry.hidden_size, "V": plan.geometry.vocab_rows,
-            "chunk": plan.config.objective.chunk, "rows": plan.sequence.own_rows,
-            "targets": [str(device) for device in topology.targets],
-            "drafters": [str(device) for device in topology.drafters],
-        },
-        "workers": shares,
-        "peak_gib": {str(device): torch.cuda.max_memory_allocated(device) / GIB for device in cuda},
-    }  # fmt: skip
-
-
-def _predicted(plan: Plan, costs: Costs, measured: float) -> dict[str, Any]:
-    """What the model says of this use of the devices, and of the others."""
-    rows, queue = plan.sequence.own_rows, plan.config.pipeline.queue
-    seconds = seconds_per_update(costs, plan.topology.placement, rows, queue) / rows
-    found: dict[str, Any] = {
-        "costs": costs.to_json(),
-        "predicted_tokens_per_second": costs.tokens / seconds,
-        "prediction_error": costs.tokens / seconds / measured - 1,
-    }
-    cuda = [device for device in plan.topology.devices if device.type == "cuda"]
-    if len(cuda) > 1 and len(plan.topology.drafters) == 1:
-        choices = choose(costs, len(cuda), max(rows, len(cuda)), queue)
-        found["choices"] = {each.placement.name(): each.tokens_per_second for each in choices}
-    return found
 
 
 def _in_sequence(plan: Plan, targets: list[Target], replicas: list[Replica], updates: list[ReplicaUpdate]) -> float:
@@ -363,85 +279,3 @@ def _in_sequence(plan: Plan, targets: list[Target], replicas: list[Replica], upd
     for _ in range(count):
         update_once()
     return count * sum(row.real_tokens for row, _ in made) / (time.perf_counter() - began)
-
-
-def _trace(bench: PipelineSetting, watch: _Watch, stop: Stop, scratch: Path) -> None:
-    """Has some updates in the middle profiled; the devices' events only."""
-    first = max(WARM, bench.steps // 2)
-    if bench.steps < first + TRACED + 1 or not watch.wait_for(first, stop):
-        return
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    profiler.start()
-    watch.wait_for(len(watch.ends) + TRACED, stop)
-    profiler.stop()
-    profiler.export_chrome_trace(str(scratch / "kernels.json"))
-
-
-def _traced(path: Path) -> dict[str, Any]:
-    """Idle share of every device, and milliseconds of copies between devices for a row."""
-    if not path.exists():
-        return {}
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    on_device = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if not on_device:
-        return {}
-    found = {f"cuda:{number}": share for number, share in idle_shares(on_device).items()}
-    peer = [each["dur"] for each in on_device if "PtoP" in each.get("name", "")]
-    large = [each for each in peer if each > 0.1 * max(peer)]
-    return {"idle": found, **({"peer_copy_ms": statistics.median(large) / 1e3} if large else {})}
-
-
-def idle_shares(events: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """By device, the share of the traced time in which nothing ran on it; the ends of the trace are left out.
-
-    Args:
-        events: of a Chrome trace, with "ts" and "dur" in microseconds and the device in "args".
-    """
-    begin = min(each["ts"] for each in events)
-    end = max(each["ts"] + each["dur"] for each in events)
-    first, last = begin + RAMP * (end - begin), end - RAMP * (end - begin)
-    shares = {}
-    for device in sorted({each["args"]["device"] for each in events}):
-        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["args"]["device"] == device)
-        busy, until = 0.0, first
-        for start, stop in own:
-            start, stop = max(start, until), min(stop, last)
-            if stop > start:
-                busy, until = busy + stop - start, stop
-        shares[device] = 1 - busy / (last - first)
-    return shares
-
-
-def lines_of(result: dict[str, Any]) -> list[str]:
-    """For people."""
-    shape, costs = result["shape"], Costs(**result["costs"])
-    lines = [
-        f"pipeline: {result['tokens_per_second']:,.0f} real tok/s, {result['ms_per_row']:.2f} ms a row; an update of "
-        f"{shape['rows']} rows {result['ms']:.2f} ms (min {result['ms_min']:.2f}, max {result['ms_max']:.2f})",
-        f"  targets on {', '.join(shape['targets'])}; drafters on {', '.join(shape['drafters'])}; "
-        f"S={shape['S']} N={shape['N']} B={shape['B']} H={shape['H']} V={shape['V']}",
-        f"  alone: {costs.line()}",
-        f"  predicted from that {result['predicted_tokens_per_second']:,.0f} real tok/s "
-        f"({result['prediction_error']:+.1%})",
-    ]
-    lines += [f"  predicted {rate:,.0f} real tok/s: {name}" for name, rate in result.get("choices", {}).items()]
-    if "auto" in result:
-        lines.append(f"  auto, before anything ran: {result['auto']} ({result['auto_prediction_error']:+.1%})")
-    if "sequence_tokens_per_second" in result:
-        lines.append(
-            f"  the same work in sequence {result['sequence_tokens_per_second']:,.0f} real tok/s: "
-            f"{result['against_sequence']:.2f} times as fast in threads"
-        )
-    for worker, shares in result["workers"].items():
-        lines.append(
-            f"  {worker:<11}" + ", ".join(f"{share:.0%} {kind}" for kind, share in shares.items() if share > 0)
-        )
-    lines += [f"  {device} idle {share:.1%} of a traced stretch" for device, share in result.get("idle", {}).items()]
-    if "peer_copy_ms" in result:
-        lines.append(f"  {result['peer_copy_ms']:.3f} ms for a row's features from device to device")
-    lines += [f"  {device} {size:.2f} GiB at most" for device, size in result["peak_gib"].items()]
-    lines += [f"  balance: {result['balance']}"] if result["balance"] else []
-    lines.append(
-        f"  {result['load_seconds']} s to make the weights, {result['first_update_seconds']} s to the first update"
-    )
-    return lines + [f"  {line}" for line in result["notes"]]

@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.bench.parts import draft_flops, make_replica
+from draftsmith.bench.random_target import random_target
 from draftsmith.bench.setting import Setting, result_of, start
-from draftsmith.bench.target import random_target, target_flops
+from draftsmith.bench.target import target_flops
 from draftsmith.bench.timing import host_milliseconds, measure
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region

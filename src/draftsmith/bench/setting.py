@@ -36,6 +36,7 @@ class Setting:
         optimizer: "adamw" or "muon", of the update.
         rows: of an update.
         autotune: Inductor tries several kernels for each matrix product, for minutes.
+        compile_drafter: "layers" or "whole", as `compile.drafter` of a run.
     """
 
     geometry: TargetGeometry
@@ -53,6 +54,7 @@ class Setting:
     optimizer: str = "adamw"
     rows: int = 1
     autotune: bool = False
+    compile_drafter: str = "layers"
 
     @property
     def dtype(self) -> torch.dtype:

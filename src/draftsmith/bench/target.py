@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from draftsmith.bench.geometry import HYBRID, kinds_of, linear_sizes
+from draftsmith.bench.random_target import random_target
 from draftsmith.bench.setting import Setting, result_of, start
-from draftsmith.bench.timing import host_milliseconds, measure
+from draftsmith.bench.timing import host_milliseconds, measure, seconds_of
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
-from draftsmith.errors import UserError
 from draftsmith.target import fp8
-from draftsmith.target.forward import Target, run_layer
+from draftsmith.target.forward import run_layer
 from draftsmith.target.geometry import FULL, RECURRENT, TargetGeometry
-from draftsmith.target.proof import choose_packing
-
-_FAMILIES = {
-    Qwen3_5TextConfig: Qwen3_5ForCausalLM,
-    LlamaConfig: LlamaForCausalLM,
-    Qwen3Config: Qwen3ForCausalLM,
-}
 
 
 def bench_target(setting: Setting) -> dict[str, Any]:
@@ -59,10 +43,7 @@ def bench_target(setting: Setting) -> dict[str, Any]:
         eager_ms = timing.median
         region = Region("bench target", run_layer, gate=gate, device=setting.device, **setting.compile_options)
         target.compile_layers(region)
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize(setting.device)
-        cold = time.perf_counter() - began
+        cold = seconds_of(work, setting.device)
         timing = measure(work, setting.device, runs=setting.runs)
     graphs = len(gate.compiles)
     gate.close()
@@ -110,59 +91,3 @@ def target_flops(g: TargetGeometry, layers: int, length: int, documents: int) ->
         per_token[RECURRENT] = g.hidden_size * (width + head * value_heads) + mlp
         other[RECURRENT] = 2 * 3 * length * value_heads * head * head
     return float(sum(2 * length * per_token[kind] + other[kind] for kind in kinds_of(g)[:layers]))
-
-
-def model_config(g: TargetGeometry) -> Any:
-    """transformers' configuration of a model of the geometry's kind."""
-    fields: dict[str, Any] = {
-        "vocab_size": g.vocab_rows,
-        "hidden_size": g.hidden_size,
-        "intermediate_size": g.intermediate_size,
-        "num_hidden_layers": g.layers,
-        "num_attention_heads": g.heads,
-        "num_key_value_heads": g.kv_heads,
-        "head_dim": g.head_dim,
-        "max_position_embeddings": g.max_position_embeddings,
-        "tie_word_embeddings": g.tie_word_embeddings,
-    }
-    if g.model_type == HYBRID:
-        key_heads, value_heads, head = linear_sizes(g)
-        linear: dict[str, Any] = {
-            "linear_num_key_heads": key_heads,
-            "linear_num_value_heads": value_heads,
-            "linear_key_head_dim": head,
-            "linear_value_head_dim": head,
-        }
-        return Qwen3_5TextConfig(**fields, **linear, layer_types=list(kinds_of(g)))
-    return LlamaConfig(**fields) if g.model_type == "llama" else Qwen3Config(**fields)
-
-
-def random_target(setting: Setting) -> Target:
-    """A model of the geometry's kind with random weights, packed as the setting says.
-
-    Raises:
-        UserError: it cannot be packed in that way.
-    """
-    g = setting.geometry
-    kinds = kinds_of(g)
-    config = model_config(g)
-    family: Any = _FAMILIES[type(config)]
-    with torch.device(setting.device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(setting.dtype)
-        try:
-            model = family(config)
-        finally:
-            torch.set_default_dtype(before)
-    model.requires_grad_(False).eval()
-    target = Target(model, None, g, kinds, ())
-    choose_packing(target)
-    if setting.packing and setting.packing != target.packing:
-        if setting.packing != "separate" and (setting.packing == "pieces" or RECURRENT in kinds):
-            raise UserError(
-                f"this target cannot be packed as {setting.packing}: {target.packing_reason}", where="--packing"
-            )
-        if target.packing == "pieces":
-            model.config._attn_implementation = "sdpa"
-        target.packing, target.packing_reason = setting.packing, "as asked for"
-    return target

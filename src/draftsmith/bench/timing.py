@@ -46,6 +46,15 @@ def measure(work: Callable[[], object], device: torch.device, *, warmups: int = 
     return Timing(statistics.median(times), min(times), max(times), runs)
 
 
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Of one run by the host's clock, the device's work included: what a first call costs."""
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
 def host_milliseconds(work: Callable[[], object], device: torch.device) -> float:
     """How long the host needs to hand `work` to an idle CUDA device: the device starves where this is longer than the
     work itself."""

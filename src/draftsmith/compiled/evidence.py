@@ -12,8 +12,8 @@ while the gate is watched, so what ran inside a mark is that region's forward:
 
 Besides the trace: peak memory of each device during the step, and an oracle that compares numbers.
 
-Cost: a profiled step is slower by some tens of per cent, and reading the trace takes about 30 µs an event afterwards,
-while everybody waits.
+Cost: a profiled step is slower by some tens of per cent, and reading the trace takes some microseconds an event
+afterwards, while everybody waits.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from draftsmith.compiled import _torch
+from draftsmith.compiled._torch import Span
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.ledger import Ledger
 from draftsmith.compiled.region import Region, mark
@@ -69,11 +70,13 @@ class Expected:
 
 @dataclass
 class Seen:
-    """What one region showed. Counts of calls and graphs, names of kernels on its device (shared by its regions)."""
+    """What one region showed. Counts of calls, of those among them without a graph, and of graphs; names of kernels on
+    its device (shared by its regions)."""
 
     region: str
     device: str
     calls: int = 0
+    eager: int = 0
     forward: int = 0
     backward: int = 0
     keys: list[str] = field(default_factory=list)
@@ -121,34 +124,34 @@ class Evidence:
 
     def __init__(self, gate: Gate, expected: Sequence[Expected], ledger: Ledger | None = None) -> None:
         self.gate, self.expected, self.ledger = gate, list(expected), ledger
-        self._profiler: torch.profiler.profile | None = None
+        self._recorder: _torch.Recorder | None = None
         self._before: dict[str, int] = {}
         _torch.prepare_profiler(bool(self._cuda_devices()))
 
     def begin(self) -> None:
         """Start watching; everything until `end` belongs to the step."""
-        assert self._profiler is None, "an evidence step inside another"
+        assert self._recorder is None, "an evidence step inside another"
         devices = self._cuda_devices()
         for device in devices:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before[device] = torch.cuda.memory_allocated(device)
         self.gate.watch(True)
-        self._profiler = _torch.profiler_of_all_threads(cuda=bool(devices))
-        self._profiler.start()
+        self._recorder = _torch.Recorder(cuda=bool(devices))
+        self._recorder.start()
 
     def end(self, step: int) -> Verdict:
         """Stop watching and judge; runs the oracles."""
-        assert self._profiler is not None, "no evidence step has begun"
-        profiler, self._profiler = self._profiler, None
+        assert self._recorder is not None, "no evidence step has begun"
+        recorder, self._recorder = self._recorder, None
         peaks = {}
         for device in self._cuda_devices():
             torch.cuda.synchronize(device)
             peaks[device] = torch.cuda.max_memory_allocated(device) - self._before[device]
         began = time.perf_counter()
-        profiler.stop()
+        spans = recorder.stop()
         self.gate.watch(False)
-        trace = Trace(profiler.events() or [])
+        trace = Trace(spans)
         seen, problems = [], []
         for expected in self.expected:
             found = self._look(trace, expected, peaks)
@@ -178,10 +181,10 @@ class Evidence:
 
     def abandon(self) -> None:
         """Stop watching without a verdict, when the step itself failed."""
-        if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
             self.gate.watch(False)
-            profiler.stop()
+            recorder.stop()
 
     def _backward_keys(self, region: Region) -> set[str]:
         return {
@@ -207,6 +210,7 @@ class Evidence:
             region.name,
             region.device,
             calls=found.calls,
+            eager=found.calls - found.compiled - (0 if expected.backward else found.cut),
             forward=found.forward,
             backward=backward,
             keys=sorted(found.keys),
@@ -225,6 +229,8 @@ def judge(expected: Expected, seen: Seen) -> list[str]:
     problems = []
     if not seen.forward:
         problems.append(f"{place} ran {seen.calls} times without a compiled graph")
+    elif seen.eager:
+        problems.append(f"{place} ran {seen.eager} of {seen.calls} times without a compiled graph")
     if expected.backward and not seen.backward:
         problems.append(f"{place}: its backward ran no compiled graph")
     problems += [
@@ -247,9 +253,12 @@ def judge(expected: Expected, seen: Seen) -> list[str]:
 
 @dataclass
 class Found:
-    """A region's part of a trace."""
+    """A region's part of a trace: its calls, those with a graph inside, and those that the trace's end may have cut
+    off before their graph: a thread's last one, of a region that runs freely while the profiler stops."""
 
     calls: int = 0
+    compiled: int = 0
+    cut: int = 0
     forward: int = 0
     backward: int = 0
     keys: set[str] = field(default_factory=set)
@@ -278,18 +287,17 @@ class Trace:
     Cost: one pass over the events and one over their spans, sorted; memory as many references as events.
     """
 
-    def __init__(self, events: Sequence[Any]) -> None:
-        host = torch.autograd.DeviceType.CPU
+    def __init__(self, events: Sequence[Span]) -> None:
         self.unowned: Counter[str] = Counter()  # graphs by key that ran in a backward of unknown owner
         self._kernels: dict[int, set[str]] = {}
-        self._by_thread: dict[int, list[Any]] = {}
+        self._by_thread: dict[int, list[Span]] = {}
         for event in events:
-            if event.device_type == host:
+            if event.device is None:
                 self._by_thread.setdefault(event.thread, []).append(event)
             else:
-                self._kernels.setdefault(event.device_index, set()).add(event.name)
+                self._kernels.setdefault(event.device, set()).add(event.name)
         for spans in self._by_thread.values():
-            spans.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+            spans.sort(key=lambda event: (event.start, -event.end))
         self._regions: dict[str, Found] = {}
         owners: dict[tuple[int, int], str] = {}  # (thread, sequence number) of a forward's autograd node → region
         for thread, spans in self._by_thread.items():
@@ -306,38 +314,43 @@ class Trace:
         index = torch.device(device).index if device else None
         return sorted(self._kernels.get(index or 0, ()))
 
-    def _forwards(self, thread: int, spans: list[Any], owners: dict[tuple[int, int], str]) -> None:
+    def _forwards(self, thread: int, spans: list[Span], owners: dict[tuple[int, int], str]) -> None:
         name, until, backward_until = "", -1.0, -1.0
+        graphs = 0  # inside the call
         for event in spans:
-            start, end = event.time_range.start, event.time_range.end
+            start, end = event.start, event.end
             if start <= backward_until:
                 continue
             if event.name.startswith(_BACKWARD):
                 backward_until = end
                 continue
             if event.name.startswith(mark("")):
-                name, until = event.name, end
+                name, until, graphs = event.name, end, 0
                 self._regions.setdefault(name, Found()).calls += 1
                 continue
             inside = start <= until
-            if event.sequence_nr >= 0:
+            if event.sequence >= 0:
                 # Operators that make no node leave the number to the next one, so the last to show it owns it.
-                owners[thread, event.sequence_nr] = name if inside else ""
+                owners[thread, event.sequence] = name if inside else ""
             if not inside:
                 continue
             found = self._regions[name]
             graph = _torch.COMPILED_GRAPH.match(event.name)
             if graph:
                 found.forward += 1
+                found.compiled += graphs == 0
                 found.keys.add(graph[1])
-            found.operators.append((event.name, _shapes(event)))
+                graphs += 1
+            found.operators.append((event.name, event.shapes()))
+        if name and not graphs:
+            self._regions[name].cut += 1
 
-    def _backwards(self, spans: list[Any], owners: dict[tuple[int, int], str]) -> None:
+    def _backwards(self, spans: list[Span], owners: dict[tuple[int, int], str]) -> None:
         name, until = "", -1.0
         for event in spans:
-            start, end = event.time_range.start, event.time_range.end
+            start, end = event.start, event.end
             if event.name.startswith(_BACKWARD):
-                name, until = owners.get((event.fwd_thread, event.sequence_nr), ""), end
+                name, until = owners.get((event.forward_thread, event.sequence), ""), end
                 continue
             graph = _torch.COMPILED_GRAPH.match(event.name)
             if not name or start > until:
@@ -348,8 +361,4 @@ class Trace:
             if graph:
                 found.backward += 1
                 found.keys.add(graph[1])
-            found.operators.append((event.name, _shapes(event)))
-
-
-def _shapes(event: Any) -> list[tuple[int, ...]]:
-    return [tuple(shape) for shape in event.input_shapes or () if shape]
+            found.operators.append((event.name, event.shapes()))

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.compiled import _torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from draftsmith.compiled.evidence import Verdict
 
 VERSION = 1
+REASON_WIDTH = 80  # of the table; the file has all of it
 
 
 @dataclass
@@ -145,7 +147,8 @@ class Ledger:
                 continue
             seconds = (f"{value:.2f}" if value else "-" for value in (entry.traced, entry.compiled, entry.loaded))
             breaks = "?" if entry.graph_breaks is None else str(entry.graph_breaks)
-            graph = entry.key[:12] + (" late" if entry.late else "") + (f" ({entry.reason})" if entry.reason else "")
+            graph = entry.key[:12] + (" late" if entry.late else "")
+            graph += f" ({shorten(entry.reason, REASON_WIDTH)})" if entry.reason else ""
             rows.append((entry.region, entry.device, entry.direction, *seconds, entry.cache, breaks, graph))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

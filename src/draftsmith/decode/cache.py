@@ -186,10 +186,12 @@ class DecodeCache(Cache):
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Copies rows `sources` over rows `targets` (int64 [n] each, no row in both)."""
+        moves = {device: (sources.to(device), targets.to(device)) for device in self._devices()}
         for layer in self.past:
             shown = slice(layer.first, layer.first + layer.length)
-            layer.all_keys[targets, :, shown] = layer.all_keys[sources, :, shown]
-            layer.all_values[targets, :, shown] = layer.all_values[sources, :, shown]
+            fro, to = moves[layer.all_keys.device]
+            layer.all_keys[to, :, shown] = layer.all_keys[fro, :, shown]
+            layer.all_values[to, :, shown] = layer.all_values[fro, :, shown]
 
     def shift(self, live: int) -> None:
         """Moves the columns shown of the first `live` rows to the front, so that there is room behind them."""
@@ -198,6 +200,10 @@ class DecodeCache(Cache):
             layer.all_keys[:live, :, : layer.length] = layer.all_keys[:live, :, shown].clone()
             layer.all_values[:live, :, : layer.length] = layer.all_values[:live, :, shown].clone()
             layer.first = 0
+
+    def _devices(self) -> set[torch.device]:
+        """Where the layers lie: several devices if the target spans them."""
+        return {layer.all_keys.device for layer in self.past}
 
     def insert(self, source: DecodeCache, source_columns: Tensor, row: int) -> None:
         """Writes rows of another cache so that they end where the columns shown end.
@@ -209,12 +215,13 @@ class DecodeCache(Cache):
             row: first row written; n rows are.
         """
         count, width = source_columns.shape
+        columns = {device: source_columns.to(device) for device in source._devices()}
         for layer, other in zip(self.past, source.past, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(other.all_keys, other.all_values)
             end = layer.first + layer.length
             for buffer, taken in ((layer.all_keys, other.all_keys), (layer.all_values, other.all_values)):
-                index = source_columns[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+                index = columns[taken.device][:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
                 buffer[row : row + count, :, end - width : end] = taken.gather(2, index)
 
 

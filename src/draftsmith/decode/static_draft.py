@@ -59,7 +59,8 @@ class StaticDraftCache(DraftCache):
             self.values[None, index, :, : self.shown],
             attn_mask=self._masks[kind],
         )
-        return attended.view(heads, width, size)
+        # Some kernels return heads and tokens the other way round in memory.
+        return attended.reshape(heads, width, size)
 
     def _mask(self, kind: LayerKind) -> Tensor:
         """[b, shown], to be added: 0 where visible."""

@@ -1,8 +1,9 @@
-"""A private view of the target's model for one decoding: its weights, but hooks and attention of our own.
+"""A private view of the target's model for one decoding: its weights and hooks, but taps and attention of our own.
 
 Other threads may be running the same model while we decode. So a `View` copies the module tree without its
-tensors (a few milliseconds): parameters and buffers are the very same objects, forward hooks of others stay
-behind, and the configuration is a copy in which the attention function can be changed.
+tensors (a few milliseconds): parameters and buffers are the very same objects, and the configuration is a copy in which
+the attention function can be changed. Hooks come along, in lists of the view's own: where a target spans devices, those
+in front of its layers bring the row there. Only those by which `Target.features` takes its taps stay behind.
 
 That function, `grouped_attention`, exists because transformers repeats K and V over the query heads that share them
 whenever there is a mask. In decoding that copy of the whole cache, layer by layer and step by step, costs more than the
@@ -28,9 +29,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftsmith.target import packed
-from draftsmith.target.forward import LayerForward
+from draftsmith.target.forward import LayerForward, TapHook
 
 NAME = "draftsmith_grouped"
+# Where torch keeps a module's hooks around its forward, by number, and what it knows of them.
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 # Longer queries (prefill) are computed, not copied: there the usual kernels are better.
 MOST_QUERIES = 64
 
@@ -95,8 +101,8 @@ class View:
     def __init__(self, target: Any, taps: tuple[int, ...] = ()) -> None:
         twins = _twins(target.model)
         self.model: Any = twins[id(target.model)]
-        self._taps = taps
-        self._outputs: dict[int, Tensor] = {}
+        self._taps, self._device = taps, target.device
+        self._outputs = _Outputs()
         self._handles = [twins[id(target.layers[tap])].register_forward_hook(self._keeper(tap)) for tap in taps]
 
     def __enter__(self) -> View:
@@ -109,16 +115,25 @@ class View:
             handle.remove()
 
     def features(self, count: int, first: int = 0) -> Tensor:
-        """[count, taps·H] of `count` tokens of the newest forward, from its token `first` on."""
-        return torch.cat([self._outputs[tap][0, first : first + count] for tap in self._taps], dim=-1)
+        """[count, taps·H] of `count` tokens of this thread's newest forward, from its token `first` on; on the target's
+        device, wherever the tapped layers are."""
+        outputs = self._outputs.by_tap
+        return torch.cat([outputs[tap][0, first : first + count].to(self._device) for tap in self._taps], dim=-1)
 
     def _keeper(self, tap: int) -> Any:
         """Forward hook of layer `tap`."""
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._outputs[tap] = output[0] if isinstance(output, tuple) else output
+            self._outputs.by_tap[tap] = output[0] if isinstance(output, tuple) else output
 
         return keep
+
+
+class _Outputs(threading.local):
+    """What the layers gave in this thread's forward: where a model is used as it is, others' come by here as well."""
+
+    def __init__(self) -> None:
+        self.by_tap: dict[int, Tensor] = {}
 
 
 class _CudnnBan:
@@ -162,10 +177,10 @@ def _twins(model: Any) -> dict[int, Any]:
         if id(module) not in twins:
             new = twins[id(module)] = copy.copy(module)
             new._modules = {name: child and twin(child) for name, child in module._modules.items()}
-            new._forward_hooks, new._forward_pre_hooks = OrderedDict(), OrderedDict()
             inside = vars(new)
-            # transformers' marker that its own hooks are there; they stayed behind.
-            inside.pop("_output_capturing_hooks_installed", None)
+            mine = {number for number, hook in module._forward_hooks.copy().items() if isinstance(hook, TapHook)}
+            for name in _HOOKS:
+                inside[name] = OrderedDict((n, hook) for n, hook in inside[name].copy().items() if n not in mine)
             inside.pop("forward", None)
             if "config" in inside:
                 inside["config"] = configs.get(id(inside["config"]), inside["config"])

@@ -12,7 +12,7 @@ the features of accepted tokens, and `draft`s one block from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -178,6 +178,29 @@ class DraftCache:
         )[0]
 
 
+def run_part(part: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """One part of `DraftModel.fill_blocks`, as it is."""
+    return part(*inputs)
+
+
+def _read_context(fc: nn.Linear, norm: Norm, features_SF: Tensor) -> Tensor:
+    return norm(fc(features_SF))  # type: ignore[no-any-return]
+
+
+def _through_layer(layer: Layer, again: bool, *inputs: Any) -> Tensor:
+    """`again`: computed once more in the backward pass instead of kept."""
+    if again:
+        # Layers draw no random numbers; saving and restoring a device's generator would race between threads.
+        return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    return layer(*inputs)  # type: ignore[no-any-return]
+
+
+def _through_last(layer: Layer, norm: Norm, block_size: int, again: bool, *inputs: Any) -> Tensor:
+    """Behind the last layer's attention nobody asks for the anchors any more: slot 0 comes out as zeros."""
+    hidden_NBH = norm(_through_layer(layer, again, *inputs, block_size)).unflatten(0, (-1, block_size - 1))
+    return F.pad(hidden_NBH, (0, 0, 1, 0)).flatten(0, 1)
+
+
 class DraftModel(nn.Module):
     """See the module's docstring. `activation_checkpointing` recomputes layers in the backward pass."""
 
@@ -216,27 +239,36 @@ class DraftModel(nn.Module):
         return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, dtype)
 
     def fill_blocks(
-        self, features_SF: Tensor, block_embeddings_QH: Tensor, context: Rotary, slots: Rotary, masks: LayerMasks
+        self,
+        features_SF: Tensor,
+        block_embeddings_QH: Tensor,
+        context: Rotary,
+        slots: Rotary,
+        masks: LayerMasks,
+        run: Callable[..., Tensor] = run_part,
     ) -> Tensor:
         """`forward` behind the rotary tables of context and slots: what the trainer compiles.
 
         The tables are inputs, because a compiler fuses what makes them into every kernel that reads them and then
         takes sines once for each head and layer (3 % of a step at Qwen3-8B's size).
+
+        Args:
+            features_SF, block_embeddings_QH, context, slots, masks: as `forward`.
+            run: called as `run_part(part, *inputs)` for the context, each layer but the last, and the last with the
+                final norm. A compiled twin of `run_part` makes four graphs, however many layers are alike: the first
+                layer's input asks for no gradient, so it has one of its own.
         """
         spec = self.spec
-        context_SH = self.hidden_norm(self.fc(features_SF))
+        again = self.activation_checkpointing and torch.is_grad_enabled()
+        context_SH = run(_read_context, self.fc, self.hidden_norm, features_SF)
         hidden_QH = block_embeddings_QH
         for index, layer in enumerate(self._layers()):
-            # Behind the last layer's attention nobody asks for the anchors any more.
-            without_anchors = spec.block_size if index == spec.layers - 1 else 0
-            inputs = (hidden_QH, context_SH, slots, context, masks[spec.layer_kind(index)], without_anchors)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                # Layers draw no random numbers; saving and restoring a device's generator would race between threads.
-                hidden_QH = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            inputs = (hidden_QH, context_SH, slots, context, masks[spec.layer_kind(index)])
+            if index < spec.layers - 1:
+                hidden_QH = run(_through_layer, layer, again, *inputs)
             else:
-                hidden_QH = layer(*inputs)
-        hidden_NBH = self.norm(hidden_QH).unflatten(0, (-1, spec.block_size - 1))
-        return F.pad(hidden_NBH, (0, 0, 1, 0)).flatten(0, 1)
+                hidden_QH = run(_through_last, layer, self.norm, spec.block_size, again, *inputs)
+        return hidden_QH
 
     def _layers(self) -> Iterator[Layer]:
         """The layers under their own type."""

@@ -1,14 +1,15 @@
 """Where a worker's time goes. Host time, one clock per worker, five kinds that never overlap:
 
     busy         at work: its thread, or its device with what the thread gave it
-    input        its device has nothing to do, because no row has come
+    input        its device has nothing to do, not for another worker either, because no row has come
     output       its device has nothing to do, because the next worker's queue is full
     others       a replica waits at the exchange for the others' threads
     compiling    in the warm-up
     interpreter  part of the thread's work in which it waited for the interpreter lock, estimated (`interpreter`)
 
 On CUDA a thread only gives work to its device, two rows ahead of it at most. A wait of the thread in which the device
-still works is therefore counted as busy; only what is left of it is a wait (`Pace.idle`).
+still works is therefore counted as busy; only what is left of it is a wait (`Pace.idle`). Workers that share a device
+look at all of its work: a drafter whose target has the card at that moment keeps nothing idle.
 
 Cost: some microseconds a row, and on CUDA an event that is waited for after a wait in which the device ran dry.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,6 +165,7 @@ class Pace:
         self._device = device if device.type == "cuda" else None
         self._marks: list[torch.cuda.Event] = []
         self._end: torch.cuda.Event | None = None  # behind everything that was given
+        self._on_device: tuple[Pace, ...] = (self,)
 
     def mark(self) -> None:
         """After a row's work was given to the device."""
@@ -181,15 +183,27 @@ class Pace:
         while len(self._marks) >= AHEAD:
             self._marks.pop(0).synchronize()
 
+    @staticmethod
+    def share(paces: Iterable[Pace]) -> None:
+        """Tells paces of the same device of each other."""
+        by_device: dict[torch.device, list[Pace]] = {}
+        for pace in paces:
+            if pace._device is not None:
+                by_device.setdefault(pace._device, []).append(pace)
+        for group in by_device.values():
+            for pace in group:
+                pace._on_device = tuple(group)
+
     def idle(self) -> float:
         """Seconds for which the device has had nothing to do; infinite where there is none to ask."""
-        if self._end is None:
+        ends = [end for pace in self._on_device if (end := pace._end) is not None]
+        if not ends:
             return float("inf")
-        if not self._end.query():
+        if not all(end.query() for end in ends):
             return 0.0
         now = self._event()
         now.synchronize()
-        return 1e-3 * self._end.elapsed_time(now)
+        return 1e-3 * max(0.0, min(end.elapsed_time(now) for end in ends))
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)

@@ -12,6 +12,7 @@ Runs without compiling (dense attention on the CPU, by name) keep a ledger too: 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import draftsmith
 from draftsmith.blocks import DraftBatch, Row
 from draftsmith.compiled import CompiledTooLate, Evidence, Expected, Gate, Ledger, NotCompiled, Region, WarmUp, cache
 from draftsmith.compiled.machine import facts
+from draftsmith.drafter.model import DraftModel, run_part
 from draftsmith.errors import UserError
 from draftsmith.objective.head_loss import chunk_terms
 from draftsmith.observe.events import EventLog
@@ -43,7 +45,7 @@ from draftsmith.target.forward import Target, run_layer
 from draftsmith.target.geometry import FULL, SLIDING
 from draftsmith.target.quantised import method_of
 from draftsmith.target.source import read_config
-from draftsmith.training.step import Replica
+from draftsmith.training.step import ByLayer, Replica
 
 FLASH_KERNEL = r"flash"
 PACKED_KINDS = {FULL, SLIDING}
@@ -313,8 +315,10 @@ class Compiling:
         self.log.write("ledger", lines=self.ledger.table())
 
 
+@functools.cache
 def machine_facts() -> dict[str, Any]:
-    """What must match for this project's compiled code to be worth loading."""
+    """What must match for this project's compiled code to be worth loading, as this process first saw it: compiling
+    itself sets variables and options, and a cache must be found again by a process that has not compiled yet."""
     return facts(SOURCES / package for package in PACKAGES)
 
 
@@ -334,6 +338,7 @@ def needs(plan: Plan) -> dict[str, float | None]:
         # Inductor's CPU code is made for a number of threads.
         "threads": plan.topology.cpu_threads if plan.topology.drafters[0].type == "cpu" else None,
         "checkpointing": config.training.activation_checkpointing,
+        "drafter": config.compile.drafter,
         "target": [str(plan.target_dtype), vars(plan.geometry), sorted(set(plan.kinds)), plan.spec.taps, precision],
         "head": [plan.geometry.logit_multiplier, plan.geometry.logit_softcap, plan.geometry.vocab_rows],
     }
@@ -370,15 +375,18 @@ def cache_folder(plan: Plan) -> Path:
     return cache.root_folder() / hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def make_regions(plan: Plan, index: int, forward: Callable[..., Any], gate: Gate) -> tuple[Region, Region]:
-    """The regions of a replica: the drafter's forward, and one chunk of the objective."""
+def make_regions(plan: Plan, index: int, model: DraftModel, gate: Gate) -> tuple[Callable[..., Tensor], Region]:
+    """What a replica compiles: the drafter's forward, whole or by layer, and one chunk of the objective."""
     device = plan.topology.drafters[index]
     why = f"{plan.attention} attention on {device.type}, by name"
 
     def region(name: str, function: Callable[..., Any]) -> Region:
         return Region(f"{name} {index}", function, gate=gate, enabled=plan.compiled, device=device, why_eager=why)
 
-    return region("drafter", forward), region("objective", chunk_terms)
+    terms = region("objective", chunk_terms)
+    if plan.config.compile.drafter == "whole":
+        return region("drafter", model.fill_blocks), terms
+    return ByLayer(model.fill_blocks, region("drafter", run_part)), terms
 
 
 @contextlib.contextmanager

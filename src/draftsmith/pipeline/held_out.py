@@ -226,6 +226,18 @@ def _start(setting: dict[str, Any], errors: IO[bytes]) -> subprocess.Popen[str]:
     return process
 
 
+def check_decoding(plan: Plan) -> None:
+    """Whether a run could decode while it trains, if it is to; what `HeldOut` would find, without a process.
+
+    Raises:
+        UserError: there are no prompts, or the device does not exist.
+    """
+    config = plan.config.decoding
+    if config.every:
+        decoding_device(config, plan.topology)
+        _ = read_prompts(config.prompts) if config.prompts is not None else held_out_prompts(plan)
+
+
 def _setting(plan: Plan, log: EventLog) -> dict[str, Any]:
     config = plan.config.decoding
     if config.prompts is not None:

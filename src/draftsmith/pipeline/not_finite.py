@@ -4,12 +4,17 @@ The device decides by itself: an update whose gradient norm is not finite change
 (`training/update.py`), so nothing waits for the answer. The host hears of it one update later, when the figures have
 arrived, names the rows, and ends the run or lets it go on; several skipped updates in a row end it in any case.
 
+Where the weights themselves are not finite, no row is to blame and every further update would be bad: that is looked at
+before any row is named, and ends the run whatever the policy says. No checkpoint is written of such weights
+(`training/checkpoint.py`).
+
 For every row two numbers stay on its device until its update was found to be in order: Σ w·loss, and the squared norm
 of the gradients of all vectors (norm weights). Every gradient of the drafter passes through one of these on its way
 back, so what is not finite shows there, for a thousandth of the price of looking at the matrices. A row's gradient is
 looked at behind its own backward, before it is added to others'.
 
-Cost: three small kernels a row and two references; a read from the device only where an update was bad.
+Cost: three small kernels a row and two references; a read from the device, and one pass over the weights, only where an
+update was bad.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from draftsmith.blocks import Document
 from draftsmith.errors import UserError
 from draftsmith.objective import Sums
 from draftsmith.pipeline.jobs import Job
+from draftsmith.training.finite import first_not_finite
 
 MOST_IN_A_ROW = 10
 _NAMED = 4  # documents of a row
@@ -46,6 +52,7 @@ class NotFinite:
         self._policy, self._documents = policy, documents
         self._lock = threading.Lock()
         self._noted: dict[int, list[_Noted]] = {}
+        self._models: dict[int, torch.nn.Module] = {}
         self._in_a_row = 0
         self.skipped = 0
 
@@ -57,11 +64,18 @@ class NotFinite:
         event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         with self._lock:
             self._noted.setdefault(job.update, []).append((job, sums.values[0], squares, event))
+            self._models[id(model)] = model
 
     def fine(self, update: int) -> None:
         """An update was in order."""
         self._in_a_row = 0
         self._forget(update)
+
+    def broken_weight(self) -> str:
+        """Name of a drafter's parameter that is not finite; "" if all are."""
+        with self._lock:
+            models = list(self._models.values())
+        return next((name for model in models if (name := first_not_finite(dict(model.named_parameters())))), "")
 
     def bad(self, update: int, loss: float, norm: float) -> str:
         """An update was not; returns what to tell if the run goes on.
@@ -105,7 +119,9 @@ class NotFinite:
         if culprits:
             rows = culprits[:_ROWS_NAMED]
             more = f" and {len(culprits) - len(rows)} more" if len(culprits) > len(rows) else ""
-            return f", in {'; '.join(self._name(job) for job in rows)}{more}"
+            every = f"all {len(noted)} rows of the update, so perhaps through none of them: "
+            what = every if len(noted) == len(culprits) > 1 else ""
+            return f", in {what}{'; '.join(self._name(job) for job in rows)}{more}"
         if not noted:
             return ""
         rows_text = "; ".join(self._name(job) for job, *_ in noted[:_ROWS_NAMED])

@@ -33,6 +33,8 @@ from draftsmith.pipeline.jobs import JobSequence
 from draftsmith.pipeline.not_finite import NotFinite
 from draftsmith.pipeline.ranks import Note, Ranks
 from draftsmith.pipeline.saving import Saver
+from draftsmith.training.checkpoint import newest_step
+from draftsmith.training.finite import broken_weights, first_not_finite
 from draftsmith.training.schedule import learning_rate_factor
 
 RATE_SECONDS = 20.0
@@ -182,8 +184,6 @@ class Progress:
         self._comparing = self.ranks.world > 1 and (end or (every > 0 and (update + 1) % every == 0))
         if not self.ranks.writes:
             return end
-        if update == self._first_update:
-            self.saver.prepare(self._snapshot()[0])
         decode_every = self.config.decoding.every
         due = any(each > 0 and (update + 1) % each == 0 for each in (every, decode_every))
         # What could not be written is due again, and so is what came while another was being written.
@@ -337,6 +337,7 @@ class Progress:
         assert isinstance(loss, float)
         skipped = not math.isfinite(norm)
         if skipped:
+            self._check_weights(step)
             text = self.not_finite.bad(pending.update, loss, norm)
             self.log.write("notice", topic="not finite", step=step, text=text)
         else:
@@ -368,6 +369,16 @@ class Progress:
         for clock in self.clocks:
             for span in clock.drain():
                 self.log.write(**span)
+
+    def _check_weights(self, step: int) -> None:
+        """Behind an update that was not finite: it changed nothing, so what is broken now was so before.
+
+        Raises:
+            UserError: weights or optimizer state are not finite.
+        """
+        name = self.not_finite.broken_weight() or first_not_finite(self._snapshot()[0])
+        if name:
+            raise broken_weights(step, name, newest_step(Path(self.config.training.output)))
 
     def _rates(self, now: float, notes: list[Note]) -> tuple[float, float, float]:
         """(real tokens per second, share of the drafters' time spent waiting for rows, seconds that both cover)."""

@@ -18,7 +18,7 @@ from draftsmith.compiled import Expected, Region
 from draftsmith.drafter.attention import DenseMask
 from draftsmith.pipeline.plan import Plan
 from draftsmith.target.forward import Features
-from draftsmith.training.step import Replica
+from draftsmith.training.step import ByLayer, Replica
 
 FLEX_KERNELS = (r"flex_attention(?!_backward)", r"flex_attention_backward")
 DOCUMENT = 16  # tokens of a made-up document
@@ -63,7 +63,8 @@ def make_sample(plan: Plan, draft: Callable[[Row], DraftBatch], device: torch.de
 
 def regions_of(replica: Replica) -> list[Region]:
     """A replica's regions: the drafter's forward and the objective's chunk."""
-    found = [replica.fill_blocks, replica.objective.terms]
+    forward = replica.fill_blocks
+    found = [forward.region if isinstance(forward, ByLayer) else forward, replica.objective.terms]
     return [region for region in found if isinstance(region, Region)]
 
 

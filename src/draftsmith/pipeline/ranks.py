@@ -30,6 +30,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +151,9 @@ class Ranks:
         self._rounds = itertools.count()
         self._stop: Stop | None = None
         self._data: list[dist.ProcessGroup] = []
+        self._to_let_go: list[dist.ProcessGroup] = []  # those of NCCL
+        self._letting_go = threading.Lock()
+        self._tell: Callable[[str], None] = self._print
         if self.world > 1:
             self._open()
 
@@ -169,7 +173,8 @@ class Ranks:
             apart.told = self.seat.local_rank != 0
             raise apart from None
         # The pulse has a connection of its own: others wait in theirs while they hold its lock.
-        self._other_store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        store_of_all: Any = self._store  # torch's types do not know `clone`
+        self._other_store: dist.Store = store_of_all.clone()
         self._pulse = Pulse(self._other_store, pulse, self.rank, self.world, self._let_go)
         self._pulse.start()
         atexit.register(self._leave_for_good)
@@ -282,6 +287,8 @@ class Ranks:
             for device in devices:
                 group = dist.new_group(backend=self.backend, timeout=LONG)
                 self._data.append(group)
+                if nccl:
+                    self._to_let_go.append(group)
                 with torch.cuda.device(device) if device.type == "cuda" else torch.device("cpu"):
                     probe = torch.ones(1, device=device)
                     dist.all_reduce(probe, group=group)
@@ -407,12 +414,23 @@ class Ranks:
         if more:
             raise UserError(f"{error.what}; {more}", where=error.where, fix=error.fix) from None
 
+    def tell_by(self, tell: Callable[[str], None] | None) -> None:
+        """From now on what is to be said of the ranks' connections is said so; None: on stderr."""
+        self._tell = tell or self._print
+
+    def _print(self, text: str) -> None:
+        print(f"draftsmith: {text}", file=sys.stderr)
+
     def _let_go(self) -> None:
-        """Ends what the devices wait for in collectives."""
-        if self.backend == "nccl":
-            for group in self._data:
-                with suppress(Exception):
-                    group.abort()
+        """Ends what the devices wait for in collectives; once, whether the pulse or the end of the run comes first."""
+        with self._letting_go:
+            groups, self._to_let_go = self._to_let_go, []
+        for group in groups:
+            try:
+                group.abort()
+            except Exception as error:  # whatever NCCL says, there is an error to be told that came first
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._tell(f"rank {self.rank}: NCCL could not be aborted ({first}): a device may wait until the end")
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective of the host, but not for the lost."""

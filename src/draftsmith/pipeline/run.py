@@ -28,6 +28,7 @@ from draftsmith.observe.events import Event, EventLog
 from draftsmith.observe.notice import Noticer, environment_changes, find_earlier
 from draftsmith.observe.run_folder import holds_run
 from draftsmith.pipeline.balance import balance_of
+from draftsmith.pipeline.clock import Pace
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, make_regions
 from draftsmith.pipeline.environment import environment_record
 from draftsmith.pipeline.handoff import HandOff
@@ -322,6 +323,8 @@ def _run(
         if first_update < sequence.steps:
             if config.decoding.every and ranks.writes:
                 held_out = HeldOut(plan, folder, log, lambda: progress.request_end(DISAGREEMENT), first_update)
+            if ranks.writes:
+                saver.prepare(snapshot()[0])  # while the warm-up compiles
             balance = balance_of(plan, progress.clocks)
             done, at, warm = (lambda: progress.steps_done), (lambda: progress.stepped_at), progress.warm
             others = ranks.post_sample
@@ -414,7 +417,7 @@ def make_replicas(
         else:
             initialise(model, config.training.seed, head.final_scale_H)
         own_head = head.to(device)
-        fill_blocks, terms = make_regions(plan, index, model.fill_blocks, gate)
+        fill_blocks, terms = make_regions(plan, index, model, gate)
         head_VH = own_head.head_VH.to(plan.dtype)
         objective = Objective(
             config.objective, spec.block_size, HeadTerms(head_VH, own_head.multiplier, own_head.softcap), terms
@@ -503,6 +506,7 @@ def make_workers(
                 stop,
             )
         )
+    Pace.share(worker.pace for worker in workers)
     return workers
 
 

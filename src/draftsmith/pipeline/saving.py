@@ -9,14 +9,15 @@ One checkpoint is written at a time. While the thread is busy, or a disk that fa
 is false and whoever wanted a checkpoint asks again after the next update.
 
 If it fails: an `OSError` (disk full, quota, read-only, a failing device) is told as an "error" event, `failed` is set
-and `ready` turns true again after a pause that grows with every failure. Anything else is our bug and is raised by the
-next `take`.
+and `ready` turns true again after a pause that grows with every failure. A `UserError` (weights that are not finite, of
+which no checkpoint is written) ends the run. Anything else is our bug. Both are raised by the next `take` or `finish`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.hang import HungError
 from draftsmith.pipeline.link import Stop
@@ -35,6 +37,26 @@ POLL_SECONDS = 0.1
 HUNG_CLOSE_SECONDS = 5.0
 
 Write = Callable[[int, dict[str, Tensor], dict[str, Any]], Path]
+
+
+def page_locked(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """(a buffer on the host that a GPU copies into at the bus's speed, "" or why it is an ordinary one).
+
+    Its pages are touched before they are locked: while CUDA locks memory, calls of other threads wait, seconds for a
+    gigabyte that the system has yet to find. torch's own pinned memory does both at once, and rounds sizes up to powers
+    of two.
+    """
+    buffer = torch.empty(shape, dtype=dtype)
+    size = buffer.numel() * buffer.element_size()
+    if not size:
+        return buffer, ""
+    buffer.zero_()
+    cuda, address = torch.cuda.cudart(), buffer.data_ptr()
+    failure = cuda.cudaHostRegister(address, size, 0)
+    if int(failure):
+        return buffer, f"CUDA error {int(failure)}"
+    weakref.finalize(buffer, cuda.cudaHostUnregister, address).atexit = False
+    return buffer, ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +72,7 @@ class Saver:
     """See the module's docstring. One thread calls `prepare`, `ready`, `take` and `finish`; any may read the rest.
 
     Args:
-        write: (step, tensors on the CPU, state) → folder; raises OSError.
+        write: (step, tensors on the CPU, state) → folder; raises OSError, or UserError for what must not be written.
         log: takes "checkpoint" and "error" events.
         stop: of the run; when it is set with a failure, nobody waits any longer.
         written: called with (step, folder) after each checkpoint, in the saving thread.
@@ -75,13 +97,13 @@ class Saver:
         self._job: _Job | None = None
         self._preparing: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self._failures, self._not_before = 0, 0.0
-        self._bug: BaseException | None = None
-        self._closed = False
+        self._error: BaseException | None = None
+        self._closed = self._told = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Has the host buffers for these tensors made in the thread: page-locking gigabytes takes seconds."""
+        """Has the host buffers for these tensors made in the thread: gigabytes of fresh memory take seconds."""
         wanted = {name: (value.shape, value.dtype) for name, value in tensors.items() if value.is_cuda}
         if wanted:
             with self._changed:
@@ -106,7 +128,7 @@ class Saver:
         for name, value in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                buffer = self._host_buffer(value.shape, value.dtype) if value.is_cuda else torch.empty_like(value)
                 self._buffers[name] = buffer
             buffer.copy_(value, non_blocking=value.is_cuda)
             copies[name] = buffer
@@ -125,6 +147,7 @@ class Saver:
 
         Raises:
             OSError: what kept it from being written.
+            UserError: it must not be written.
         """
         self.take(step, tensors, state, last=True)
         while True:
@@ -159,8 +182,8 @@ class Saver:
         with self._changed:
             while not self._idle():
                 self._changed.wait(POLL_SECONDS)
-            if self._bug is not None:
-                raise self._bug
+            if self._error is not None:
+                raise self._error
 
     def _work(self) -> None:
         while True:
@@ -173,18 +196,30 @@ class Saver:
             try:
                 if preparing is not None:
                     for name, (shape, dtype) in preparing.items():
-                        self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
+                        self._buffers[name] = self._host_buffer(shape, dtype)
                 else:
                     assert job is not None
                     self._save(job)
             except BaseException as error:
-                self._bug = error
+                self._error = error
+                if isinstance(error, UserError):
+                    self._stop.set(error, "saver")
             with self._changed:
                 if preparing is not None:
                     self._preparing = None
                 else:
                     self._job = None
                 self._changed.notify_all()
+
+    def _host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        buffer, why_not = page_locked(shape, dtype)
+        if why_not and not self._told:
+            self._told = True
+            self._log.write(
+                "notice",
+                text=f"host memory for checkpoints is not page-locked ({why_not}): each holds training up longer",
+            )
+        return buffer
 
     def _save(self, job: _Job) -> None:
         began = time.monotonic()

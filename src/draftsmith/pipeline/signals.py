@@ -21,6 +21,8 @@ from typing import Any
 class Terminated(KeyboardInterrupt):
     """SIGTERM before there was anything to save."""
 
+    exit_code = 143
+
 
 class Signals:
     """Routes SIGTERM and SIGUSR1 to whoever can act on them.

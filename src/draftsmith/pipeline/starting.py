@@ -18,10 +18,14 @@ from draftsmith.observe.events import Event, EventLog
 from draftsmith.observe.run_folder import check_run_folder, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
 from draftsmith.observe.tracking import find_tracker, trackers
+from draftsmith.pipeline.held_out import check_decoding
 from draftsmith.pipeline.plan import Plan
 from draftsmith.pipeline.ranks import Ranks
+from draftsmith.pipeline.stored import check_features
 from draftsmith.pipeline.workers import Worker
+from draftsmith.target.load import load_tokenizer
 from draftsmith.training.checkpoint import Checkpoint, clean_up, newest_usable
+from draftsmith.training.finite import first_not_finite
 
 
 def with_output(overfit: RunConfig, ranks: Ranks) -> RunConfig:
@@ -36,6 +40,21 @@ def look_ahead(config: RunConfig, resume: bool, ranks: Ranks) -> None:
         check_run_folder(config, resume=resume)
         for name in config.training.trackers:
             find_tracker(name)
+
+
+def check_start(plan: Plan) -> None:
+    """What a run would refuse between its plan and its first row, as far as no weights are needed to find it.
+
+    Raises:
+        UserError: trackers that are not there, features that are not this run's, nothing to decode.
+    """
+    config = plan.config
+    for name in config.training.trackers:
+        find_tracker(name)
+    if config.target.features:
+        folder, tokenizer = Path(config.target.features), load_tokenizer(config.target)
+        check_features(folder, config, plan.geometry, tokenizer, tuple(plan.spec.taps))
+    check_decoding(plan)
 
 
 def must_agree(plan: Plan) -> dict[str, Any]:
@@ -66,7 +85,9 @@ def run_log(
         )
         if held is None:
             path.mkdir(parents=True, exist_ok=True)
-            yield path, stack.enter_context(EventLog(path / f"rank-{ranks.rank}.jsonl"))
+            own = stack.enter_context(EventLog(path / f"rank-{ranks.rank}.jsonl"))
+            _tell_by(ranks, own, stack)
+            yield path, own
             return
         began = threading.Event()
         listeners: list[Callable[[Event], None]] = [lambda event: began.set() if event["kind"] == "run" else None]
@@ -74,6 +95,7 @@ def run_log(
         if config.training.tensorboard:
             listeners.append(TensorBoard(held.tensorboard))
         log = stack.enter_context(EventLog(held.events, listeners))
+        _tell_by(ranks, log, stack)
         for tracker in trackers(config.training.trackers, held.path, lambda text: log.write("notice", text=text)):
             log.listen(tracker)
         try:
@@ -82,6 +104,12 @@ def run_log(
             if not began.is_set() and not resume:
                 held.discard()
             raise
+
+
+def _tell_by(ranks: Ranks, log: EventLog, stack: ExitStack) -> None:
+    """Has the ranks say in the log what they have to say, for as long as it is open."""
+    ranks.tell_by(lambda text: log.write("notice", topic="ranks", text=text))
+    stack.callback(ranks.tell_by, None)
 
 
 def checkpoint_to_resume(folder: Path, plan: Plan, log: EventLog) -> Checkpoint | None:
@@ -98,6 +126,9 @@ def checkpoint_to_resume(folder: Path, plan: Plan, log: EventLog) -> Checkpoint 
             raise UserError("this checkpoint is of another run", where=str(checkpoint.folder))
         if {name: tuple(value.shape) for name, value in checkpoint.masters.items()} != expected:
             raise UserError("this checkpoint is of another drafter", where=str(checkpoint.folder))
+        broken = first_not_finite(checkpoint.tensors)
+        if broken:
+            raise UserError(f"the weights of this checkpoint are not finite ({broken})", where=str(checkpoint.folder))
 
     def refused(error: UserError, place: Path) -> None:
         log.write("notice", topic="checkpoint", text=f"refused {error}; it lies in {place.name}")

@@ -139,20 +139,13 @@ class StoredTarget:
             return taps, file.get_slice("last")[start:end] if last else None
 
 
-def open_features(
-    folder: Path,
-    config: RunConfig,
-    geometry: TargetGeometry,
-    tokenizer: Any,
-    taps: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> StoredTarget:
-    """The features of a run in place of its target.
+def check_features(
+    folder: Path, config: RunConfig, geometry: TargetGeometry, tokenizer: Any, taps: tuple[int, ...]
+) -> None:
+    """Whether a folder can stand in for the target of a run, by its manifest.
 
     Raises:
-        UserError: the folder holds no features, not all of them, or those of another target, weights, tokenizer,
-            template or set of taps.
+        UserError: see `open_features`.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -168,6 +161,24 @@ def open_features(
         )
     if not manifest.get("complete"):
         raise UserError("is not complete", where=str(folder), fix="run draftsmith data features again: it goes on")
+
+
+def open_features(
+    folder: Path,
+    config: RunConfig,
+    geometry: TargetGeometry,
+    tokenizer: Any,
+    taps: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StoredTarget:
+    """The features of a run in place of its target.
+
+    Raises:
+        UserError: the folder holds no features, not all of them, or those of another target, weights, tokenizer,
+            template or set of taps.
+    """
+    check_features(folder, config, geometry, tokenizer, taps)
     return StoredTarget(folder, geometry, device, dtype)
 
 

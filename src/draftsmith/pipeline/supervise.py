@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.pipeline.hang import HangWatch, HungError
+from draftsmith.pipeline.interpreter import short_turns
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.out_of_memory import is_out_of_memory
 from draftsmith.pipeline.progress import LAST_SAVE_SECONDS, Progress
@@ -57,7 +58,7 @@ def supervise(
             worker.start()
     interrupts = 0
     limit, folder = progress.config.pipeline.hang_seconds, progress.log.path.parent
-    with HangWatch(workers, limit, folder, progress.ranks.rank) as watch:
+    with short_turns(), HangWatch(workers, limit, folder, progress.ranks.rank) as watch:
         progress.log.listen(watch.heard)
         while not stop.is_set():
             try:
@@ -75,9 +76,13 @@ def supervise(
                     stop.set(hung)
             except KeyboardInterrupt as interrupt:
                 interrupts += 1
-                if isinstance(interrupt, Terminated) or interrupts > 1:
+                if isinstance(interrupt, Terminated):
                     stop.set()
                     raise
+                if interrupts > 1:
+                    stop.set()
+                    kept = f"what is kept is {progress.checkpoint}" if progress.checkpoint else "nothing was saved"
+                    raise KeyboardInterrupt(f"interrupted twice, at step {progress.steps_done}: {kept}") from None
                 progress.request_end("interrupted")
             except BaseException:  # whatever it is, the workers must not go on without this thread
                 stop.set()

@@ -137,8 +137,13 @@ def _span(name: str) -> tuple[torch.device, ...]:
     span = tuple(parse_device(part.strip()) for part in name.split(JOINT))
     if len({device.type for device in span}) > 1:
         raise UserError(f"{name!r}: a target spans devices of one kind", where="pipeline.targets")
-    if len(set(span)) < len(span) and span[0].type == "cuda":
-        raise UserError(f"{name!r} names a device twice", where="pipeline.targets")
+    twice = next((device for device in span if span.count(device) > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"{name!r} names {twice} twice: a target's layers are shared out over devices that differ",
+            where="pipeline.targets",
+            fix="name each device once; for several target workers on a device, repeat it in the list",
+        )
     return span
 
 
@@ -173,4 +178,6 @@ def parse_device(name: str) -> torch.device:
         return own[index]
     if device.type != "cpu":
         raise UserError(f"{name!r} is not supported", where="pipeline", fix="use cpu or cuda:N")
-    return device
+    if device.index:
+        raise UserError(f"{name!r} does not exist: all cores are one device", where="pipeline", fix="use cpu")
+    return torch.device("cpu")  # "cpu:0" is another to torch, and the same to everybody else

@@ -83,12 +83,14 @@ class Worker(threading.Thread):
     def waiting(self, what: str) -> Iterator[None]:
         """Counts the time inside as a wait, but what of it the device still worked as busy."""
         began = time.perf_counter()
-        with self.clock.opened(what):
-            yield
-        spent = time.perf_counter() - began
-        dry = min(spent, self.pace.idle())
-        self.clock.add(what, dry)
-        self.clock.on_device(spent - dry)
+        try:
+            with self.clock.opened(what):
+                yield
+        finally:  # also where the run ends while it waits: what was shown as open must be counted
+            spent = time.perf_counter() - began
+            dry = min(spent, self.pace.idle())
+            self.clock.add(what, dry)
+            self.clock.on_device(spent - dry)
 
     @contextlib.contextmanager
     def keeping_pace(self) -> Iterator[None]:

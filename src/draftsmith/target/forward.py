@@ -71,6 +71,10 @@ class LayerForward(functools.partial):
     """What stands in for the `forward` of a compiled target's layers; by its type a copy of the model knows it."""
 
 
+class TapHook(functools.partial):
+    """The forward hook by which `features` takes a layer's output; by its type a copy of the model knows it."""
+
+
 class _Recording(threading.local):
     """What the running forward of this thread wants from the layers; empty outside of one."""
 
@@ -118,7 +122,7 @@ class Target:
         self._freed_after = geometry.layers
         self._recording = _Recording()
         for number, layer in enumerate(self.layers):
-            layer.register_forward_hook(self._keeper(number))
+            layer.register_forward_hook(TapHook(self._keep, number))
 
     @property
     def device(self) -> torch.device:
@@ -315,20 +319,16 @@ class Target:
         assert missed == 0, "a tapped layer did not run"
         return last
 
-    def _keeper(self, number: int) -> Any:
+    def _keep(self, number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """Forward hook of layer `number`."""
-
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            recording = self._recording
-            take = recording.keep.get(number)
-            if take is None:
-                return
-            take(output[0] if isinstance(output, tuple) else output)
-            recording.kept += 1
-            if number == recording.stop_after:
-                raise _StopForwardError
-
-        return keep
+        recording = self._recording
+        take = recording.keep.get(number)
+        if take is None:
+            return
+        take(output[0] if isinstance(output, tuple) else output)
+        recording.kept += 1
+        if number == recording.stop_after:
+            raise _StopForwardError
 
     def _masks(self, document_S: Tensor) -> Any:
         """Explicit masks in the form the decoder takes."""

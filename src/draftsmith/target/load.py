@@ -133,7 +133,8 @@ def shallow_target(config: TargetConfig, device: torch.device | str, dtype: torc
         foreign = quantised.method_of(read_config(config))
         if getattr(text, "quantization_config", None) is not None:
             del text.quantization_config
-        model: Any = AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        with torch.device(device):  # where random numbers are drawn fast
+            model: Any = AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=config.trust_remote_code)
         model.requires_grad_(False)
         model.eval()
         model.to(device)

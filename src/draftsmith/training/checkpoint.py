@@ -6,10 +6,11 @@
         state.json                       update number, run, fingerprint of the data
         manifest.json                    format, version, and size and SHA-256 of every file above
 
-Written aside, synced and renamed (`durable.py`), so a folder with the final name is always complete. What is read back
-is checked against the manifest first; a checkpoint that is torn, altered, of another run or of a later release is
-refused by name, set aside as `refused-step-…`, and the one before it is used. All randomness of a run is drawn from
-(seed, epoch, row), so the position in the stream is the state of every generator.
+Written aside, synced and renamed (`durable.py`), so a folder with the final name is always complete; none is written of
+weights that are not finite. What is read back is checked against the manifest first; a checkpoint that is torn,
+altered, of another run or of a later release is refused by name, set aside as `refused-step-…`, and the one before it
+is used. All randomness of a run is drawn from (seed, epoch, row), so the position in the stream is the state of every
+generator.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from draftsmith.drafter import DrafterSpec
 from draftsmith.drafter.native import CONFIG, WEIGHTS, spec_to_config
 from draftsmith.errors import UserError
 from draftsmith.training.durable import Folder, Written, set_aside, sum_file, tensor_pieces
+from draftsmith.training.finite import broken_weights, first_not_finite
 
 TRAINER = "trainer.safetensors"
 STATE = "state.json"
@@ -85,7 +87,11 @@ def save_checkpoint(
 
     Raises:
         OSError: disk full, quota, read-only, and the like. Nothing with the final name is left behind then.
+        UserError: masters or optimizer state are not finite; nothing is written then.
     """
+    broken = first_not_finite(tensors)
+    if broken:
+        raise broken_weights(step, broken, newest_step(run))
     folder = Folder(checkpoint_folder(run, step))
     try:
         on_cpu = {name: value.to("cpu") for name, value in tensors.items()}
@@ -136,6 +142,11 @@ def list_checkpoints(run: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if re.fullmatch(r"step-\d{7,}", path.name)), key=step_of)
+
+
+def newest_step(run: Path) -> int | None:
+    """Updates of the newest checkpoint; None if there is none."""
+    return max(map(step_of, list_checkpoints(run)), default=None)
 
 
 def step_of(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """One row's step: features → draft → loss → gradients. The whole of the learning, without any I/O.
 
     embeddings = target's embedding rows of the block inputs        [Q, H]   frozen
-    hidden     = drafter(features, embeddings, positions, masks)    [Q, H]   one graph
+    hidden     = drafter(features, embeddings, positions, masks)    [Q, H]   compiled
     sums, grad = objective(hidden, labels)                          [Q, H]   no graph: the head is frozen
     hidden.backward(grad)                                                    gradients of Σ w·loss
 
@@ -12,14 +12,32 @@ sums stay on the device. Dividing by Σ w, clipping and stepping are `update.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from draftsmith.blocks import DraftBatch
+from draftsmith.compiled import Region
 from draftsmith.drafter import DraftModel, build_masks
 from draftsmith.objective import Objective, Sums
 from draftsmith.target.forward import Features
 from draftsmith.target.head import TargetHead
+
+
+class ByLayer:
+    """A drafter's `fill_blocks` with every part through one region: equal layers share a graph.
+
+    Args:
+        fill_blocks: the model's.
+        region: of `run_part`.
+    """
+
+    def __init__(self, fill_blocks: Callable[..., Tensor], region: Region) -> None:
+        self.region = region
+        self._fill_blocks = fill_blocks
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self._fill_blocks(*inputs, run=self.region)
 
 
 class Replica:
@@ -30,7 +48,7 @@ class Replica:
         head: the target's embedding and head on the same device.
         objective: loss and gradient through the head.
         attention: "flex" or "dense".
-        fill_blocks: the model's `fill_blocks` or its compiled twin.
+        fill_blocks: the model's `fill_blocks`, or its compiled twin: a `Region` or `ByLayer`.
     """
 
     def __init__(

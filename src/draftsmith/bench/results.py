@@ -1,0 +1,94 @@
+"""Results of benchmarks as people read them, and against earlier ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]:
+    """(no regression, one line): slower only counts when it is outside both runs' own spread and 2 %.
+
+    Raises:
+        UserError: the earlier result is of another benchmark or shape.
+    """
+    for what in ("bench", "shape"):
+        if result[what] != earlier[what]:
+            raise UserError(f"the earlier {what} is {earlier[what]}, not {result[what]}", where="--against")
+    before, now = float(earlier["ms"]), float(result["ms"])
+    noise = max(
+        0.02 * before,
+        float(earlier["ms_max"]) - float(earlier["ms_min"]),
+        float(result["ms_max"]) - float(result["ms_min"]),
+    )
+    change = f"{before:.2f} ms before, {now:.2f} ms now ({100 * (now / before - 1):+.1f} %, noise {noise:.2f} ms)"
+    other = [earlier[what] for what in ("device", "torch") if earlier.get(what) not in (None, result.get(what))]
+    return now - before <= noise, change + (f"; before: {', '.join(other)}" if other else "")
+
+
+def read_result(path: Path, part: str) -> dict[str, Any]:
+    """An earlier result of this benchmark; whether its shape is the same shows once the new one is there.
+
+    Raises:
+        UserError: there is no such file, or it is no result of this part.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
+        found |= {key: content.get(key) for key in ("device", "torch")}
+    except FileNotFoundError:
+        raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"is not a benchmark result: {error}", where=str(path)) from None
+    if found["bench"] != part:
+        raise UserError(f"is a result of bench {found['bench']}, not of bench {part}", where=str(path))
+    return found
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """For people; of every benchmark but the pipeline's and decoding's, which have tables of their own."""
+    shape = " ".join(f"{key}={value}" for key, value in result["shape"].items())
+    lines = [
+        f"{result['bench']}: {result['ms']:.2f} ms (min {result['ms_min']:.2f}, max {result['ms_max']:.2f}) at {shape}"
+        f" ({result['geometry']})"
+    ]
+    if "share_of_ceiling" in result:
+        lines.append(
+            f"  {result['tflop_per_second']:.3g} TFLOP/s, {100 * result['share_of_ceiling']:.0f} % of the matmul "
+            f"ceiling ({result['ceiling_tflop_per_second']:.3g}); floor {result['floor_ms']:.2f} ms"
+        )
+    names = {
+        "real_tokens_per_second": "real tokens/s",
+        "peak_gib": "GiB at most",
+        "process_gib": "GiB of this process at most",
+        "working_gib": "GiB at most beyond the weights",
+        "host_ms": "ms for the host to hand it over",
+        "step_peak_gib": "GiB at most in a step",
+        "on_device_ms": "ms to put the masks together on the device",
+        "gb_per_second": "GB/s of unavoidable traffic",
+        "taught": "taught slots",
+        "eager_ms": "ms with uncompiled layers",
+        "cold_seconds": "s for the first one, compiling included",
+    }
+    if "share_of_bandwidth" in result:
+        lines.append(
+            f"  {100 * result['share_of_bandwidth']:.0f} % of what a copy reaches "
+            f"({result['ceiling_gb_per_second']:,.0f} GB/s); floor {result['floor_ms']:.2f} ms"
+        )
+    if result.get("kernels"):
+        lines.append(f"  {result['kernels']}")
+    if "host_waits" in result:
+        waits = result["host_waits"]
+        lines.append(f"  the host waits for the device: {waits[0]}" if waits else "  the host waits for nothing in it")
+    if result.get("packing_reason"):
+        lines.append(f"  packed rows run as {result['packing']}: {result['packing_reason']}")
+    if result.get("feature_errors"):
+        lines.append(f"  fp8 changes features by {', '.join(f'{error:.1%}' for error in result['feature_errors'])}")
+    for key, name in names.items():
+        value = result.get(key)
+        if value is not None:
+            lines.append(f"  {value:,.0f} {name}" if value >= 1e4 else f"  {value:,.4g} {name}")
+    return lines
