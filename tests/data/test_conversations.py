@@ -201,3 +201,19 @@ def test_the_head_of_any_data_as_json_lines(tmp_path: Path) -> None:
         (None, "plain", None),
         (CHAT, None, tools),
     ]
+
+
+def test_the_head_of_data_says_what_is_not_taught(tmp_path: Path) -> None:
+    talk = {"messages": [*CHAT, CHAT[0], {**CHAT[1], "weight": 0}, *CHAT], "finish_reason": "length"}
+    first = write(tmp_path / "a.jsonl", talk)
+    write_head([first], 1, tmp_path / "head.jsonl")
+    (found,) = read_conversations([tmp_path / "head.jsonl"])
+    assert found.messages == CHAT * 3
+    assert (found.unweighted, found.cut) == ({2}, True)
+
+
+def test_a_weight_that_is_neither_0_nor_1_costs_its_conversation_only(tmp_path: Path) -> None:
+    half = {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}
+    first, second = read_conversations([write(tmp_path / "a.jsonl", half, CHAT)])
+    assert first.malformed == "message 2 has the weight 0.5"
+    assert second.messages == CHAT

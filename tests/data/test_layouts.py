@@ -118,3 +118,20 @@ def test_parts_reasoning_and_what_is_no_text() -> None:
     image = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]
     seen = to_conversation([{"role": "user", "content": image}, SAY], "a:1")
     assert seen.problem == "a part of type 'image_url' in message 1"
+
+
+@pytest.mark.parametrize(("weight", "taught"), [(0, False), (0.0, False), (1, True), (1.0, True), (None, True)])
+def test_the_weight_of_an_answer_says_whether_it_is_taught(weight: Any, taught: bool) -> None:
+    """In both layouts of turns; that of a question says nothing, and a template sees none."""
+    chats = {"messages": [{**ASK, "weight": 0.3}, {**SAY, "weight": weight}, ASK, SAY]}
+    human, gpt = {"from": "human", "value": "Hi", "weight": 0.0}, {"from": "gpt", "value": "Hello"}
+    for record in (chats, {"conversations": [human, {**gpt, "weight": weight}, human, {**gpt, "weight": 1.0}]}):
+        found = to_conversation(record, "a:1")
+        assert found.unweighted == (set() if taught else {1})
+        assert found.messages == [ASK, SAY, ASK, SAY]
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, "0", True, False, float("nan"), [0]])
+def test_another_weight_is_refused(weight: Any) -> None:
+    with pytest.raises(UserError, match=r"a:1: message 2 has the weight .* \(1: the answer is taught, 0: it is not\)"):
+        to_conversation([ASK, {**SAY, "weight": weight}], "a:1")

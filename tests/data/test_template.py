@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,48 @@ def test_chatml_teaches_the_end_token_and_not_the_newline_behind_it(tokenizer: A
         ("No.<|im_end|>", True),  # and here it ends: nobody sees what stands behind the last answer
     )
     assert document.name == "a.jsonl:1"
+
+
+@pytest.mark.parametrize("unweighted", [{1}, {2}, {3}, {1, 3}, {2, 3}])
+def test_an_answer_of_weight_0_is_read_and_not_taught(tokenizer: Any, unweighted: set[int]) -> None:
+    """By hand: the same text, up to the last answer that is taught."""
+    answers = [("Hi you<|im_end|>", 1 not in unweighted), ("No.<|im_end|>", 2 not in unweighted)]
+    answers += [("Yes<|im_end|>", 3 not in unweighted)]
+    open_ = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    asked = [open_.format("Hello"), "\n" + open_.format("More?"), "\n" + open_.format("Bye")]
+    texts = [each for ask, answer in zip(asked, answers, strict=True) for each in ((ask, False), answer)]
+    while not texts[-1][1]:
+        texts.pop()
+    talk = chat("Hello", "Hi you", "More?", "No.", "Bye", "Yes")
+    result = tokenise(replace(talk, unweighted=frozenset(unweighted)), tokenizer)
+    (document,) = result.documents
+    assert lists(document) == pieces(tokenizer, *texts)
+    assert [(each.reason, each.detail) for each in result.untaught] == [
+        (reasons.UNWEIGHTED, f"assistant turn {number}") for number in sorted(unweighted)
+    ]
+    # That the last answer was cut off says something of its end only.
+    cut = tokenise(replace(talk, unweighted=frozenset(unweighted), cut=True), tokenizer)
+    taken_away = 0 if 3 in unweighted else 1
+    assert cut.documents[0].tokens.numel() == document.tokens.numel() - taken_away
+
+
+def test_where_no_answer_has_a_weight_nothing_is_left(tokenizer: Any) -> None:
+    result = tokenise(replace(chat("Hello", "Hi you"), unweighted=frozenset({1})), tokenizer)
+    assert not result.documents
+    assert result.refusal is not None
+    assert result.refusal.reason == reasons.UNWEIGHTED
+
+
+def test_weight_0_where_the_template_rewrites_history() -> None:
+    """Each answer that is taught has the document it would have had anyway."""
+    tokenizer = build_tokenizer(THINKING)
+    talk = chat("Hello", "<think>a</think>Hi", "More?", "<think>b</think>No", "Bye", "<think>c</think>Yes")
+    whole = tokenise(talk, tokenizer).documents
+    assert len(whole) == 3
+    for number in (1, 2, 3):
+        found = tokenise(replace(talk, unweighted=frozenset({number})), tokenizer).documents
+        kept = [each for place, each in enumerate(whole, start=1) if place != number]
+        assert [lists(each) for each in found] == [lists(each) for each in kept]
 
 
 def test_llama3_strips_and_begins_with_its_own_bos() -> None:

@@ -19,6 +19,8 @@ class Conversation:
         tools: tool descriptions for the chat template.
         cut: the last answer stopped at a length limit (`"finish_reason": "length"` beside it), so its end is not the
             model's and is not taught.
+        unweighted: numbers of the answers that are not to be taught (`"weight": 0`), counted from 1 among the
+            assistant's messages.
         problem: why it cannot be used whatever the template says (an image), or None.
         malformed: why it is no conversation at all (no JSON, no role), or None.
         layout: name of the layout that it was found in.
@@ -29,6 +31,7 @@ class Conversation:
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     cut: bool = False
+    unweighted: frozenset[int] = frozenset()
     problem: str | None = None
     malformed: str | None = None
     layout: str = field(default="", compare=False)

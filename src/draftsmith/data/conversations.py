@@ -10,10 +10,12 @@ records are not, is not what its owner believes: that is an error, with the firs
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from draftsmith.config import DataSource
 from draftsmith.data.conversation import Conversation
@@ -46,9 +48,19 @@ def write_head(entries: Iterable[str | Path | DataSource], count: int, path: Pat
     with path.open("w", encoding="utf-8") as file:
         well_formed = (each for each in read_conversations(entries) if each.malformed is None)
         for conversation in islice(well_formed, count):
-            chat = {"messages": conversation.messages, "tools": conversation.tools}
-            content = {"text": conversation.text} if conversation.messages is None else chat
-            file.write(json.dumps(content, default=str) + "\n")
+            file.write(json.dumps(to_record(conversation), default=str) + "\n")
+
+
+def to_record(conversation: Conversation) -> dict[str, Any]:
+    """A record of which `to_conversation` makes this well-formed conversation again, problems aside."""
+    if conversation.messages is None:
+        return {"text": conversation.text}
+    messages, answers = [], itertools.count(1)
+    for message in conversation.messages:
+        untaught = message["role"] == "assistant" and next(answers) in conversation.unweighted
+        messages.append({**message, "weight": 0} if untaught else message)
+    cut = {"finish_reason": "length"} if conversation.cut else {}
+    return {"messages": messages, "tools": conversation.tools, **cut}
 
 
 def read_file(file: DataFile) -> Iterator[Conversation]:

@@ -15,7 +15,8 @@ merely *unusable* (an image among the parts, no assistant turn) is a conversatio
 both are refused by name.
 
 Messages are brought to the form in which servers hand them to a chat template: parts of text in one spelling,
-arguments of tool calls as objects, reasoning under `reasoning_content`.
+arguments of tool calls as objects, reasoning under `reasoning_content`. The `weight` of an answer, which no server
+sends, becomes a fact of the conversation; that of another message says nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _from_turn(turn: Any, number: int, source: str) -> dict[str, Any]:
     if role is None:
         problem = "has no 'from'" if said is None else f"is from the unknown {said!r}"
         raise UserError(f"turn {number} {problem}", where=source, fix=f"one of {', '.join(_FROM)}")
-    message = {key: value for key, value in turn.items() if key not in ("from", "value", "weight")}
+    message = {key: value for key, value in turn.items() if key not in ("from", "value")}
     message |= {"role": role, "content": turn.get("value")}
     if said == "function_call":
         call = _parse_object(message["content"])
@@ -231,11 +232,14 @@ def _chat(messages: Any, record: dict[str, Any], source: str, layout: str) -> Co
         raise UserError(f"messages is a {type(messages).__name__}, not a list", where=source, fix=_FIX)
     problems: list[str] = []
     checked = [_message(message, number, source, problems) for number, message in enumerate(messages, start=1)]
+    answers = [(number, each) for number, each in enumerate(checked, start=1) if each["role"] == "assistant"]
+    weights = [_weight(message.get("weight"), number, source) for number, message in answers]
     return Conversation(
         source,
-        messages=checked,
+        messages=[{key: value for key, value in message.items() if key != "weight"} for message in checked],
         tools=_tools(record.get("tools"), source),
         cut=record.get("finish_reason") == "length",
+        unweighted=frozenset(answer for answer, weight in enumerate(weights, start=1) if not weight),
         problem=problems[0] if problems else None,
         layout=layout,
     )
@@ -282,6 +286,16 @@ def _message(message: Any, number: int, source: str, problems: list[str]) -> dic
         found = type(content).__name__
         raise UserError(f"content of message {number} is a {found}", where=source, fix="a string or a list of parts")
     return {**message, "content": [_part(part, number, source, problems) for part in content]}
+
+
+def _weight(weight: Any, number: int, source: str) -> bool:
+    """Whether an answer is taught; what says neither yes nor no is no guess of ours."""
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or weight not in (0, 1):
+        what = f"message {number} has the weight {json.dumps(weight, default=str)}"
+        raise UserError(what, where=source, fix="1: the answer is taught, 0: it is not")
+    return bool(weight)
 
 
 def _part(part: Any, number: int, source: str, problems: list[str]) -> dict[str, Any]:

@@ -84,6 +84,12 @@ class _Plan:
     plain: str | None = None
     untaught: list[Problem] = field(default_factory=list)
     documents: list[tuple[int, Document]] = field(default_factory=list)  # and the number of the last turn in it
+    answers: int = 0  # of the conversation
+
+    @property
+    def ends_with_last_answer(self) -> bool:
+        """Whether the last document ends where the conversation's last answer does."""
+        return max((number for number, _ in self.documents), default=0) == self.answers
 
 
 @dataclass(frozen=True)
@@ -169,8 +175,8 @@ class Tokeniser:
             _all_taught(plan.source, next(plain_encoded)) if plan.plain is not None else _finish(plan) for plan in plans
         ]
         return [
-            self._without_end(result) if conversation.cut else result
-            for conversation, result in zip(conversations, results, strict=True)
+            self._without_end(result) if conversation.cut and plan.ends_with_last_answer else result
+            for conversation, plan, result in zip(conversations, plans, results, strict=True)
         ]
 
     def _without_end(self, tokenised: Tokenised) -> Tokenised:
@@ -200,8 +206,9 @@ class Tokeniser:
             return _Plan(source, Problem(NO_MESSAGES))
         if not any(message["role"] == "assistant" for message in conversation.messages):
             return _Plan(source, Problem(NO_ASSISTANT))
-        plan, turns = _Plan(source), []
-        for turn in self._turns.turns(conversation.messages, conversation.tools):
+        answers = sum(message["role"] == "assistant" for message in conversation.messages)
+        plan, turns = _Plan(source, answers=answers), []
+        for turn in self._turns.turns(conversation.messages, conversation.tools, conversation.unweighted):
             if isinstance(turn, Turn):
                 turns.append(turn)
             else:
@@ -230,16 +237,16 @@ class Tokeniser:
             tokens = next(encoded)
             prompts = [next(encoded) for _ in draft.turns]
             ends = {turn.number: next(encoded) for turn in draft.turns[:-1] if turn.stop_id is None}
-            mask = np.zeros(len(tokens), dtype=bool)
+            mask, last = np.zeros(len(tokens), dtype=bool), 0
             for turn, prompt in zip(draft.turns, prompts, strict=True):
                 span = _span(tokens, prompt, turn.stop_id, ends.get(turn.number))
                 if isinstance(span, str):
                     straddlers.append(_Straddler(plan, turn, prompt, span))
                 else:
-                    mask[span[0] : span[1]] = True
+                    mask[span[0] : span[1]], last = True, turn.number
             document = make_document(plan.source, np.asarray(tokens, dtype=np.int64), mask)
             if document is not None:
-                plan.documents.append((draft.turns[-1].number, document))
+                plan.documents.append((last, document))
         return straddlers
 
     def _place_alone(self, straddler: _Straddler, answer: list[int]) -> None:

@@ -28,7 +28,7 @@ Cost: two renderings per assistant turn; marker renderings once per template, an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from draftsmith.data.problems import (
     NOTHING_BEFORE,
     STOP_INSIDE,
     TEMPLATE_FAILS,
+    UNWEIGHTED,
     Problem,
 )
 from draftsmith.errors import UserError
@@ -125,8 +126,13 @@ class TurnRenderer:
             return None
         return behind if found else None
 
-    def turns(self, messages: list[dict[str, Any]], tools: Any) -> list[Turn | Problem]:
+    def turns(
+        self, messages: list[dict[str, Any]], tools: Any, unweighted: Collection[int] = ()
+    ) -> list[Turn | Problem]:
         """Every assistant turn of a conversation, or why it cannot be taught.
+
+        Args:
+            unweighted: numbers of the turns that are not to be taught; others still read them.
 
         Raises:
             UserError: there is no chat template, or it is not valid Jinja.
@@ -136,7 +142,12 @@ class TurnRenderer:
         if any(message.get("tool_calls") for message in messages):
             messages = [self._calls_in_form(message) for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return [self._render_turn(messages[: i + 1], tools, number) for number, i in enumerate(answers, start=1)]
+        return [
+            Problem(UNWEIGHTED, f"assistant turn {number}")
+            if number in unweighted
+            else self._render_turn(messages[: i + 1], tools, number)
+            for number, i in enumerate(answers, start=1)
+        ]
 
     def _render_turn(self, messages: list[dict[str, Any]], tools: Any, number: int) -> Turn | Problem:
         """The prompt and the answer of the assistant turn that `messages` end with, or why it cannot be taught."""
