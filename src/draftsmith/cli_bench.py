@@ -134,6 +134,8 @@ def bench(
     of_rows, of_update = (precision, packing) != ("full", ""), (optimizer, rows) != ("adamw", 1)
     of_pipeline = bool(targets or drafters or sequence)
     _refuse(part, "--precision and --packing are of target and row", of_rows, "target row")
+    _refuse(part, "--autotune is of step, target and row", autotune, "step target row")
+    _refuse(part, "--compile-drafter is of step and row", compile_drafter != "layers", "step row")
     _refuse(part, "--optimizer and --rows are of update and pipeline", of_update, "update pipeline")
     _refuse(part, "--targets, --drafters and --sequence are of the pipeline", of_pipeline, "pipeline")
     return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)

@@ -187,3 +187,18 @@ def test_what_runs_slowly_in_a_hybrid_is_named(capsys: pytest.CaptureFixture[str
     assert all(line in output.err for line in slow)
     assert main([*arguments, "--geometry", "tiny"]) == 0
     assert "remarks" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "said"),
+    [
+        ("update", ["--autotune"], "--autotune is of step, target and row"),
+        ("target", ["--compile-drafter", "whole"], "--compile-drafter is of step and row"),
+        ("step", ["--precision", "fp8"], "--precision and --packing are of target and row"),
+        ("mask", ["--rows", "2"], "--optimizer and --rows are of update and pipeline"),
+        ("loss", ["--sequence"], "--targets, --drafters and --sequence are of the pipeline"),
+    ],
+)
+def test_an_option_of_another_part_is_refused(part: str, options: list[str], said: str, capsys) -> None:
+    assert main(["bench", part, "--geometry", "tiny", "--device", "cpu", *options]) == 2
+    assert said in capsys.readouterr().err

@@ -47,6 +47,7 @@ from draftsmith.pipeline.saving import Saver
 from draftsmith.pipeline.seat import Seat
 from draftsmith.pipeline.signals import Signals, listening
 from draftsmith.pipeline.starting import (
+    check_start,
     checkpoint_to_resume,
     gathered,
     look_ahead,
@@ -156,6 +157,7 @@ def train(
         resume = ranks.share(resume or (again and holds_run(config)))
         ranks.together(lambda: look_ahead(config, resume, ranks))
         plan = ranks.in_turn(lambda: make_plan(config, overfit=overfit, rank=ranks.rank, ranks=ranks.world))
+        ranks.together(lambda: check_start(plan))
         ranks.agree(must_agree(plan))
         with run_log(config, ranks, resume, listener) as (folder, log):
             log.listen(StartPhases(log, began))
