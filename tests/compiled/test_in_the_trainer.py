@@ -77,7 +77,12 @@ def test_a_drafter_by_layers_is_the_whole_one(tiny_run, traced, layer_types):
         result = train(tiny_run(way, **SMALL | {"drafter": drafter}, compile=compiling))
         losses.append(result.losses)
         ledger = json.loads((result.folder / "ledger.json").read_text())
-        graphs.append(sum(entry["region"] == "drafter 0" for entry in ledger["entries"]))
+        reasons = [entry["reason"] for entry in ledger["entries"] if entry["region"] == "drafter 0"]
+        graphs.append(len(reasons))
+        if way == "layers":
+            assert reasons[0] == ""
+            assert reasons[1].endswith(": part is another function")
+            assert not any("\n" in reason or "0x" in reason for reason in reasons)
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert graphs == [4, 1]
 

@@ -110,6 +110,10 @@ class CompileListener:
             callback_handler.remove_end_callback(self._end)
 
 
+# How a guard on a function that is an argument is stated; what follows are addresses, and the line that called.
+_OTHER_FUNCTION = re.compile(r"___check_obj_id\((\w+)\.__code__, \d+\).*")
+
+
 def recompile_reason() -> str:
     """The guards that failed before the compile that is starting in this thread; empty for a first compile.
 
@@ -119,7 +123,8 @@ def recompile_reason() -> str:
 
     text = str(getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or "")
     lines = text.split("User stack trace", maxsplit=1)[0].splitlines()
-    return "; ".join(line.strip() for line in lines if line.strip())
+    guards = (_OTHER_FUNCTION.sub(r"\1 is another function", line.strip()) for line in lines)
+    return "; ".join(guard for guard in guards if guard)
 
 
 # -- graphs and their cache entries -----------------------------------------------------------------------------------
