@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,9 @@ def test_a_checkpoint_of_another_run_is_refused(tiny_run) -> None:
     assert {path.name for path in place.parent.iterdir()} == {"refused-step-0000001", "refused-step-0000002"}
 
 
+CARD = torch.device("cuda", 5)
+
+
 class FakeRuntime:
     """Stands for the CUDA runtime: locks pages, or fails with a code."""
 
@@ -355,9 +359,11 @@ class FakeRuntime:
 
 
 def test_host_buffers_are_locked_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime()
+    runtime, asked = FakeRuntime(), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    buffer, why_not = saving.page_locked(torch.Size([3, 5]), torch.float32)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
+    buffer, why_not = saving.page_locked(torch.Size([3, 5]), torch.float32, CARD)
+    assert asked == [CARD]
     assert (buffer.shape, why_not) == ((3, 5), "")
     assert runtime.locked == {buffer.data_ptr(): 60}
     view = buffer[1:]
@@ -365,15 +371,16 @@ def test_host_buffers_are_locked_while_they_live(monkeypatch: pytest.MonkeyPatch
     assert len(runtime.locked) == 1, "its memory is still in use"
     del view
     assert runtime.locked == {}
-    assert saving.page_locked(torch.Size([0]), torch.float32)[1] == ""
+    assert saving.page_locked(torch.Size([0]), torch.float32, CARD)[1] == ""
     assert runtime.locked == {}
 
 
 def test_memory_that_cannot_be_locked_is_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code=2))
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     with EventLog(tmp_path / "events.jsonl") as log:
         saver = Saver(lambda *_: tmp_path, log, Stop())
-        first, second = (saver._host_buffer(torch.Size([size]), torch.float32) for size in (4, 6))
+        first, second = (saver._host_buffer(torch.Size([size]), torch.float32, CARD) for size in (4, 6))
         saver.close()
     assert (first.shape, second.shape) == ((4,), (6,))
     (notice,) = of_kind(tmp_path, "notice")

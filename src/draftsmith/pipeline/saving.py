@@ -39,12 +39,16 @@ HUNG_CLOSE_SECONDS = 5.0
 Write = Callable[[int, dict[str, Tensor], dict[str, Any]], Path]
 
 
-def page_locked(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """(a buffer on the host that a GPU copies into at the bus's speed, "" or why it is an ordinary one).
+def page_locked(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, str]:
+    """(a buffer on the host that GPUs copy into at the bus's speed, "" or why it is an ordinary one).
 
     Its pages are touched before they are locked: while CUDA locks memory, calls of other threads wait, seconds for a
     gigabyte that the system has yet to find. torch's own pinned memory does both at once, and rounds sizes up to powers
     of two.
+
+    Args:
+        shape, dtype: of the buffer.
+        device: a GPU that the run uses; asked on any other, CUDA would take memory there, too.
     """
     buffer = torch.empty(shape, dtype=dtype)
     size = buffer.numel() * buffer.element_size()
@@ -52,7 +56,8 @@ def page_locked(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, str]:
         return buffer, ""
     buffer.zero_()
     cuda, address = torch.cuda.cudart(), buffer.data_ptr()
-    failure = cuda.cudaHostRegister(address, size, 0)
+    with torch.cuda.device(device):
+        failure = cuda.cudaHostRegister(address, size, 0)
     if int(failure):
         return buffer, f"CUDA error {int(failure)}"
     weakref.finalize(buffer, cuda.cudaHostUnregister, address).atexit = False
@@ -95,7 +100,7 @@ class Saver:
         self._write, self._log, self._stop, self._written = write, log, stop, written
         self._buffers: dict[str, Tensor] = {}
         self._job: _Job | None = None
-        self._preparing: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        self._preparing: dict[str, tuple[torch.Size, torch.dtype, torch.device]] | None = None
         self._failures, self._not_before = 0, 0.0
         self._error: BaseException | None = None
         self._closed = self._told = False
@@ -104,7 +109,7 @@ class Saver:
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Has the host buffers for these tensors made in the thread: gigabytes of fresh memory take seconds."""
-        wanted = {name: (value.shape, value.dtype) for name, value in tensors.items() if value.is_cuda}
+        wanted = {name: (value.shape, value.dtype, value.device) for name, value in tensors.items() if value.is_cuda}
         if wanted:
             with self._changed:
                 self._preparing = wanted
@@ -128,8 +133,8 @@ class Saver:
         for name, value in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = self._host_buffer(value.shape, value.dtype) if value.is_cuda else torch.empty_like(value)
-                self._buffers[name] = buffer
+                like = value.shape, value.dtype, value.device
+                self._buffers[name] = buffer = self._host_buffer(*like) if value.is_cuda else torch.empty_like(value)
             buffer.copy_(value, non_blocking=value.is_cuda)
             copies[name] = buffer
             if value.is_cuda:
@@ -195,8 +200,8 @@ class Saver:
                     return
             try:
                 if preparing is not None:
-                    for name, (shape, dtype) in preparing.items():
-                        self._buffers[name] = self._host_buffer(shape, dtype)
+                    for name, like in preparing.items():
+                        self._buffers[name] = self._host_buffer(*like)
                 else:
                     assert job is not None
                     self._save(job)
@@ -211,8 +216,8 @@ class Saver:
                     self._job = None
                 self._changed.notify_all()
 
-    def _host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        buffer, why_not = page_locked(shape, dtype)
+    def _host_buffer(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer, why_not = page_locked(shape, dtype, device)
         if why_not and not self._told:
             self._told = True
             self._log.write(
