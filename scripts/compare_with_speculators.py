@@ -31,6 +31,7 @@ from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import Decoded, DrafterProposer, decode
 from draftsmith.drafter import load_drafter
+from draftsmith.errors import run_script
 from draftsmith.export.convert import Verifier, convert_drafter
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
@@ -171,4 +172,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -38,7 +38,7 @@ from typing import Any
 from draftsmith.bench.random_data import write_texts
 from draftsmith.blocks import DraftBatch, Row
 from draftsmith.config import RunConfig, parse_config
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, run_script
 from draftsmith.observe.events import read_events
 from draftsmith.observe.status import read_status
 from draftsmith.pipeline import run
@@ -324,4 +324,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +29,7 @@ from draftsmith.blocks import DraftBatch, Intervals, Row
 from draftsmith.config import TargetConfig
 from draftsmith.decode.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.drafter import load_drafter
+from draftsmith.errors import run_script
 from draftsmith.export.parity import TrainingText, name_fault, tolerance_for
 from draftsmith.export.traces import Trace, compare, lay, training_batch, training_row, training_trace
 from draftsmith.target.load import load_target
@@ -215,4 +215,4 @@ def table_row(name: str, target: Any, model: Any, arguments: Any, prompts: list[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -32,6 +32,7 @@ import torch
 from draftsmith.bench.geometry import GEOMETRIES
 from draftsmith.bench.random_data import write_conversations
 from draftsmith.bench.random_target import write_random_target
+from draftsmith.errors import run_script
 from draftsmith.observe.events import read_events
 
 TOLERANCE = 0.02  # of a bf16 loss near 12, whose gradients are summed in another order
@@ -199,4 +200,4 @@ def card_name(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -34,6 +34,7 @@ from typing import Any
 import draftsmith.pipeline.run  # noqa: F401 (before the forks, which need it)
 from draftsmith.bench.random_data import write_texts
 from draftsmith.cli import main as draftsmith_command
+from draftsmith.errors import run_script
 from draftsmith.observe.events import read_events
 
 TOLERANCE = 1e-4  # of a loss; sums of gradients are formed in another order
@@ -275,4 +276,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
+from draftsmith.errors import run_script
 from draftsmith.pipeline.costs import Costs, choose, seconds_per_update, split
 from draftsmith.pipeline.simulation import simulate
 
@@ -47,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

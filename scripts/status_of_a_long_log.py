@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from draftsmith.errors import run_script
 from draftsmith.observe.events import SUMMARY_EVERY
 from draftsmith.observe.summary import Summary
 
@@ -90,4 +91,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -15,7 +15,7 @@ import pytest
 
 import draftsmith
 from draftsmith import cli
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, run_script
 from draftsmith.pipeline.signals import Terminated
 
 CONFIG = "target: {path: nowhere/target}\ndata: {train: nowhere.jsonl}\n"
@@ -217,6 +217,21 @@ def raising(error: BaseException) -> Any:
         raise error
 
     return train
+
+
+def test_scripts_end_as_commands_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/one.py"])
+    for main, code, line in (
+        (lambda: None, 0, ""),
+        (lambda: 1, 1, ""),
+        (raising(UserError("no drafter", where="a", fix="add one")), 2, "one.py: a: no drafter (add one)\n"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_script(main)
+        assert ended.value.code == code
+        assert capsys.readouterr().err == line
+    with pytest.raises(AssertionError):
+        run_script(raising(AssertionError("ours")))
 
 
 def test_user_errors_interrupts_and_our_own_bugs(

@@ -6,6 +6,7 @@ the walk along the target's text must agree on tokens and on the target forwards
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -117,14 +118,16 @@ def test_the_reference_decoder_agrees(trained: Trained) -> None:
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with it; `make test` installs it")
     compare = script("compare_with_dflash")
     cpu = torch.device("cpu")
-    encoded, stops, ours, our_forwards = compare.by_draftsmith(
-        trained.folder, GGUF, trained.prompts, None, TOKENS, cpu, torch.float32
+    arguments = argparse.Namespace(
+        drafter=trained.folder, target=GGUF, prompts=trained.prompts, limit=None, max_new_tokens=TOKENS, speed=False
     )
-    theirs, their_forwards = compare.by_reference(trained.folder, GGUF, encoded, stops, TOKENS, cpu, torch.float32)
+    encoded, stops, ours = compare.by_draftsmith(arguments, cpu, torch.float32)
+    theirs = compare.by_reference(arguments, encoded, stops, cpu, torch.float32)
     assert encoded == trained.encoded
-    assert ours == theirs
-    assert our_forwards == their_forwards
-    assert abs(compare.tau(ours, our_forwards) - compare.tau(theirs, their_forwards)) <= compare.TOLERANCE
+    assert ours.answers == theirs.answers
+    assert ours.forwards == theirs.forwards
+    assert abs(ours.tau - theirs.tau) <= compare.TOLERANCE
+    assert ours.speed_up is None
 
 
 @needs_weights

@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, run_script
 from draftsmith.observe.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,4 +314,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

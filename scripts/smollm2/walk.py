@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.decode.walk import accepted_from_every_token, answer_row
 from draftsmith.drafter import load_drafter
+from draftsmith.errors import run_script
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
 
@@ -107,4 +107,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

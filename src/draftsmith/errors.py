@@ -1,8 +1,16 @@
 """Errors that a user can mend.
 
 `UserError` is the only exception that the command line turns into one line and exit code 2. Everything else that
-escapes is a fault of ours and keeps its traceback; invariants inside the code are `assert` statements.
+escapes is a fault of ours and keeps its traceback; invariants inside the code are `assert` statements. Scripts beside
+the command line do the same by `run_script`.
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -29,3 +37,13 @@ class UserError(Exception):
         place = f"{self.where}: " if self.where else ""
         remedy = f" ({self.fix})" if self.fix else ""
         return f"{place}{self.what}{remedy}"
+
+
+def run_script(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a script and ends the process with its exit code; a user error is one line on stderr and code 2."""
+    try:
+        code = main()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code or 0)
