@@ -72,13 +72,14 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
     from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import show as look
 
-    result = look(load_config(config) if config else None)
+    settings = load_config(config) if config else None
+    result = _refusable(lambda: look(settings))
     lines = []
     for each in result["caches"]:
         kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in each["bytes"].items()) or "empty"
         lines.append(f"{each['folder']}: {sum(each['bytes'].values()) / MIB:.1f} MiB ({kinds})")
         if each["made"] is None:
-            lines.append("  no manifest: holds what some program compiled, for whichever shapes")
+            lines.append("  no manifest that can be read: holds what some program compiled, for whichever shapes")
         else:
             differs = "; ".join(each["differs"][:3])
             match = f"does NOT match: {differs}" if differs else "matches this machine"
@@ -125,16 +126,16 @@ def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.t
 
 @cache_app.command()
 def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
-    """Check a packed cache against this machine and put it in place; refuses what does not match."""
+    """Check a packed cache against this machine and config and put it in place; refuses what does not match."""
     from draftsmith.compiled import cache
     from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
     plan = plan_of(load_config(config))
-    folder = cache_folder(plan)
-    _refusable(lambda: cache.unpack(archive, folder, machine_facts()))
-    covered = cache.coverage(folder, needs(plan)).line()
+    folder, needed = cache_folder(plan), needs(plan)
+    _refusable(lambda: cache.unpack(archive, folder, machine_facts(), needed))
+    covered = cache.coverage(folder, needed).line()
     _print([f"unpacked into {folder}: {covered}"], {"folder": str(folder), "coverage": covered}, json_)
     return 0
 
@@ -147,19 +148,33 @@ def clear(
     """Delete Draftsmith's own caches, and nothing else."""
     from draftsmith.compiled import cache
 
-    caches = cache.own_caches()
-    lines = [f"{path}: {size / MIB:.1f} MiB" for path, size in caches]
+    caches, others = _refusable(cache.own_caches), _refusable(cache.left_alone)
+    for other in others:
+        print(f"left alone: {other}", file=sys.stderr)
     if not caches:
-        _print([f"nothing in {cache.root_folder()}"], {"freed": 0}, json_)
+        _print([f"nothing to delete in {cache.root_folder()}"], {"freed": 0, "left_alone": others}, json_)
         return 0
-    print("\n".join(lines), file=sys.stderr)
+    for path, size in caches:
+        print(f"{path}: {size / MIB:.1f} MiB", file=sys.stderr)
     total = sum(size for _, size in caches)
-    if not yes and not typer.confirm(f"delete these {len(caches)} ({total / MIB:.1f} MiB)?", err=True):
-        _print(["nothing deleted"], {"freed": 0}, json_)
+    refusal = "" if yes else _asked(f"delete these {len(caches)} ({total / MIB:.1f} MiB)?")
+    if refusal:
+        _print([refusal], {"freed": 0, "left_alone": others}, json_)
         return 1
     freed = _refusable(lambda: cache.clear([path for path, _ in caches]))
-    _print([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed}, json_)
+    _print([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
     return 0
+
+
+def _asked(question: str) -> str:
+    """Ask whether to delete; "" for yes, else why nothing is deleted."""
+    try:
+        return "" if typer.confirm(question, err=True) else "nothing deleted"
+    except typer.Abort as abort:
+        if not isinstance(abort.__context__, EOFError):  # Ctrl-C
+            raise
+        print(file=sys.stderr)  # the question's line is still open
+        return "nothing deleted (--yes deletes without asking)"
 
 
 def doctor(
@@ -171,6 +186,8 @@ def doctor(
     """Check machine, environment and, with CONFIG, the fast paths of its target; exit 0 only if they will be taken."""
     from draftsmith import doctor as doctors
 
+    if sum(given is not None for given in (config, against, restore)) > 1:
+        raise UserError("CONFIG, --against and --restore are asked one at a time", where="doctor")
     if restore is not None:
         lines = doctors.restore(restore)
         _print(lines, {"commands": lines}, json_)
@@ -192,7 +209,7 @@ def doctor(
 def _print(lines: list[str], content: dict[str, Any], as_json: bool) -> None:
     print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(content, ensure_ascii=False, default=str))
+        print(json.dumps(content, default=str))
 
 
 def _refusable(call: Any) -> Any:

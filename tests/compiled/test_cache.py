@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,17 +17,19 @@ import pytest
 
 from draftsmith.compiled import cache
 from draftsmith.compiled.cache import CacheRefused, Use
-from draftsmith.compiled.machine import differences, facts, source_hash
+from draftsmith.compiled.machine import differences, facts, harmless_environment, source_hash
 
 HERE = {"torch": "2.13.0", "cuda": None, "environment": {"TORCH_X": "1"}}
 KEYS = ("fabcdef", "fghijkl")
+FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
+NEEDS = {"drafter 0": 20.0, "objective 0": 4.0}
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Draftsmith's root with one cache of two graphs in it."""
     monkeypatch.setenv("DRAFTSMITH_CACHE_DIR", str(tmp_path / "own"))
-    folder = tmp_path / "own" / "first"
+    folder = tmp_path / "own" / FIRST
     for key in KEYS:
         file = cache.graph_file(folder, key) / "entry"
         file.parent.mkdir(parents=True)
@@ -33,6 +40,14 @@ def own(tmp_path, monkeypatch):
     (folder / "locks" / "x.lock").write_text("")
     cache.write_manifest(folder, HERE, [Use("drafter 0", KEYS, 20.0), Use("objective 0", (), 3.0)])
     return folder
+
+
+@pytest.fixture
+def ended_process():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 def test_sizes_by_kind(own):
@@ -56,7 +71,12 @@ def test_verify_names_fields_and_files(own):
     ]
     (own / "ab" / "code.py").write_text("other")
     shutil.rmtree(cache.graph_file(own, KEYS[1]))
-    assert cache.verify(own, HERE) == [f"missing: fxgraph/gh/{KEYS[1]}/entry", "changed: ab/code.py"]
+    (own / "ab" / "more.py").write_text("who wrote this?")
+    assert cache.verify(own, HERE) == [
+        f"missing: fxgraph/gh/{KEYS[1]}/entry",
+        "changed: ab/code.py",
+        "unknown: ab/more.py",
+    ]
     (own / cache.MANIFEST).unlink()
     assert "no manifest" in cache.verify(own, HERE)[0]
 
@@ -64,26 +84,28 @@ def test_verify_names_fields_and_files(own):
 def test_pack_and_unpack(own, tmp_path):
     archive = tmp_path / "cache.tar.gz"
     assert cache.pack(own, archive) == archive.stat().st_size
-    place = own.parent / "second"
+    place = own.parent / SECOND
     place.mkdir()
     (place / "old").write_text("replaced")
-    cache.unpack(archive, place, HERE)
+    cache.unpack(archive, place, HERE, NEEDS)
     assert cache.verify(place, HERE) == []
     assert not (place / "old").exists()
     assert [item.name for item in own.parent.iterdir() if item.name.startswith(".")] == []
 
 
 def test_unpack_refuses_another_machine_and_leaves_what_was_there(own, tmp_path):
-    archive, place = tmp_path / "cache.tar.gz", own.parent / "second"
+    archive, place = tmp_path / "cache.tar.gz", own.parent / SECOND
     cache.pack(own, archive)
     place.mkdir()
     (place / "old").write_text("stays")
     with pytest.raises(CacheRefused, match=r"torch: 2\.13\.0 there, 2\.14\.0 here"):
-        cache.unpack(archive, place, {**HERE, "torch": "2.14.0"})
+        cache.unpack(archive, place, {**HERE, "torch": "2.14.0"}, NEEDS)
     assert (place / "old").read_text() == "stays"
 
 
-@pytest.mark.parametrize("damage", ["changed", "added", "no manifest", "outside", "link", "not an archive"])
+@pytest.mark.parametrize(
+    "damage", ["changed", "added", "added aside", "no manifest", "outside", "link", "not an archive"]
+)
 def test_unpack_refuses_what_no_checksum_vouches_for(own, tmp_path, damage):
     archive, evil = tmp_path / "cache.tar.gz", tmp_path / "evil.tar.gz"
     cache.pack(own, archive)
@@ -96,9 +118,9 @@ def test_unpack_refuses_what_no_checksum_vouches_for(own, tmp_path, damage):
                 content = b"import os"
                 member.size = len(content)
             bad.addfile(member, io.BytesIO(content))
-        if damage in ("added", "outside"):
-            member = tarfile.TarInfo("ab/more.py" if damage == "added" else "../more.py")
-            bad.addfile(member, io.BytesIO(b""))
+        more = {"added": "ab/more.py", "added aside": f"fxgraph/gh/{KEYS[1]}/more.tmp", "outside": "../more.py"}
+        if damage in more:
+            bad.addfile(tarfile.TarInfo(more[damage]), io.BytesIO(b""))
         if damage == "link":
             member = tarfile.TarInfo("ab/link")
             member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -106,25 +128,202 @@ def test_unpack_refuses_what_no_checksum_vouches_for(own, tmp_path, damage):
     if damage == "not an archive":
         evil.write_bytes(b"no")
     with pytest.raises(CacheRefused):
-        cache.unpack(evil, own.parent / "second", HERE)
-    assert not (own.parent / "second").exists()
+        cache.unpack(evil, own.parent / SECOND, HERE, NEEDS)
+    assert not (own.parent / SECOND).exists()
     assert not (own.parent.parent / "more.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("machine", None),
+        ("made", None),
+        ("uses", [{"name": "drafter 0", "seconds": 1.0}]),
+        ("uses", [{"name": "drafter 0", "keys": [""], "seconds": 1.0}]),
+        ("uses", [{"name": "drafter 0", "keys": [".."], "seconds": 1.0}]),
+        ("uses", {"drafter 0": []}),
+        ("files", {"../../elsewhere": "0"}),
+        ("files", {"/etc/passwd": "0"}),
+        ("files", ["ab/code.py"]),
+    ],
+)
+def test_a_damaged_manifest_is_as_good_as_none(own, tmp_path, field, value):
+    content = json.loads((own / cache.MANIFEST).read_text())
+    (own / cache.MANIFEST).write_text(json.dumps({**content, field: value}))
+    assert cache.read_manifest(own) is None
+    assert cache.verify(own, HERE) == [f"{own} has a manifest that is damaged: nobody can say what made it"]
+    assert cache.coverage(own, {"drafter 0": 1.0}).missing == ("drafter 0",)
+    with pytest.raises(CacheRefused, match="damaged"):
+        cache.pack(own, tmp_path / "cache.tar.gz")
+
+
+def test_a_graph_whose_files_are_gone_is_missing(own):
+    (cache.graph_file(own, KEYS[0]) / "entry").unlink()
+    assert cache.coverage(own, {"drafter 0": 1.0}).missing == ("drafter 0",)
+
+
+def test_a_manifest_is_written_while_others_compile_into_the_folder(own, monkeypatch):
+    """Parts that Triton is writing are none of the cache's, and a file may go between listing and reading."""
+    being_written = own / "triton" / "KERNEL" / "tmp.pid_12_ab"
+    being_written.mkdir(parents=True)
+    (being_written / "kernel.cubin").write_text("half of it")
+    (own / f".{cache.MANIFEST}-12-elsewhere").write_text("another process's")
+    checksum = cache._checksum
+
+    def vanishing(file):
+        (own / "ab" / "code.py").unlink(missing_ok=True)
+        return checksum(file)
+
+    monkeypatch.setattr(cache, "_checksum", vanishing)
+    written = cache.write_manifest(own, HERE, [])
+    assert sorted(written["files"]) == [f"fxgraph/{key[1:3]}/{key}/entry" for key in KEYS]
+    assert cache.verify(own, HERE) == []
+    assert cache.sizes(own) == {"Inductor graphs": 32}
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(own, monkeypatch):
+    def full(_from, _to):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sorted(own.iterdir())
+    monkeypatch.setattr(cache.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.write_manifest(own, HERE, [])
+    assert sorted(own.iterdir()) == before
+
+
+def test_pack_refuses_what_its_manifest_does_not_vouch_for(own, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (own / "ab" / "more.py").write_text("came later, stays behind")
+    cache.pack(own, out / "good.tar.gz")
+    with tarfile.open(out / "good.tar.gz") as tar:
+        assert "ab/more.py" not in tar.getnames()
+    with pytest.raises(CacheRefused, match=r"nowhere/cache\.tar\.gz cannot be written: No such file or directory"):
+        cache.pack(own, tmp_path / "nowhere" / "cache.tar.gz")
+    (own / "ab" / "code.py").write_text("other")
+    with pytest.raises(CacheRefused, match=r"changed: ab/code\.py"):
+        cache.pack(own, out / "bad.tar.gz")
+    (own / "ab" / "code.py").unlink()
+    with pytest.raises(CacheRefused, match=r"missing: ab/code\.py"):
+        cache.pack(own, out / "bad.tar.gz")
+    assert [item.name for item in out.iterdir()] == ["good.tar.gz"]
+
+
+def test_pack_that_fails_half_way_leaves_nothing_behind(own, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def failing(_tar, name, **_options):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(name))
+
+    monkeypatch.setattr(tarfile.TarFile, "add", failing)
+    with pytest.raises(CacheRefused, match="cannot be written"):
+        cache.pack(own, out / "cache.tar.gz")
+    assert list(out.iterdir()) == []
+
+
+def test_unpack_does_not_replace_a_cache_by_one_that_is_worth_less(own, tmp_path):
+    archive, place = tmp_path / "cache.tar.gz", own.parent / SECOND
+    cache.pack(own, archive)
+    with pytest.raises(CacheRefused, match="holds nothing that this config needs"):
+        cache.unpack(archive, place, HERE, {"drafter of another config": 1.0})
+    assert not place.exists()
+    shutil.copytree(own, place)
+    uses = [Use("drafter 0", KEYS, 20.0), Use("objective 0", KEYS[:1], 3.0)]
+    cache.write_manifest(place, HERE, uses)
+    with pytest.raises(CacheRefused, match=r"lacks objective 0, which .* holds"):
+        cache.unpack(archive, place, HERE, NEEDS)
+    assert cache.coverage(place, NEEDS).missing == ()
+    cache.unpack(archive, place, HERE, {"drafter 0": 20.0})
+    assert cache.coverage(place, NEEDS).missing == ("objective 0",)
+
+
+@pytest.mark.parametrize("root", ["/dev/null/x", "/proc/x"])
+def test_a_place_that_cannot_be_written_is_refused(own, tmp_path, root):
+    archive = tmp_path / "cache.tar.gz"
+    cache.pack(own, archive)
+    with pytest.raises(CacheRefused, match=f"{root} cannot be written"):
+        cache.unpack(archive, Path(root) / FIRST, HERE, NEEDS)
+
+
+def test_of_two_that_swap_in_at_once_the_last_one_stays(own, monkeypatch):
+    """The other one comes between the two renames."""
+    place, ours, theirs = own.parent / SECOND, own.parent / "ours", own.parent / "theirs"
+    for folder in (place, ours, theirs):
+        folder.mkdir()
+        (folder / "who").write_text(folder.name)
+    rename, calls = os.rename, []
+
+    def interrupted(one, other):
+        calls.append(one)
+        rename(one, other)
+        if len(calls) == 1:
+            rename(theirs, place)
+
+    monkeypatch.setattr(cache.os, "rename", interrupted)
+    cache.swap_in(ours, place)
+    assert (place / "who").read_text() == "ours"
+    assert sorted(item.name for item in own.parent.iterdir()) == sorted([FIRST, SECOND])
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")])
+def test_a_swap_that_fails_puts_back_what_was_there(own, monkeypatch, end):
+    rename, new = os.rename, own.parent / "new"
+    new.mkdir()
+
+    def failing(one, other):
+        if one == new:
+            raise end
+        rename(one, other)
+
+    monkeypatch.setattr(cache.os, "rename", failing)
+    with pytest.raises(type(end)):
+        cache.swap_in(new, own)
+    assert cache.verify(own, HERE) == []
+
+
+def test_handing_on_leaves_the_first_that_came(own):
+    place = own.parent / SECOND
+    cache.hand_on(own, place)
+    assert cache.sizes(place) == cache.sizes(own)
+    (place / "ab" / "code.py").write_text("the first")
+    cache.hand_on(own, place)
+    assert (place / "ab" / "code.py").read_text() == "the first"
+    assert sorted(item.name for item in own.parent.iterdir()) == [FIRST, SECOND]
 
 
 def test_clear_deletes_own_caches_only(own, tmp_path):
     other = tmp_path / "torchinductor"
     other.mkdir()
-    (own.parent / "link").symlink_to(other)
-    with pytest.raises(CacheRefused):
-        cache.clear([other])
-    with pytest.raises(CacheRefused):
-        cache.clear([own.parent / "link"])
-    with pytest.raises(CacheRefused):
-        cache.clear([own.parent / ".." / "torchinductor"])
-    assert cache.own_caches()[0] == (own, 112)
+    photos, link = own.parent / "photos", own.parent / SECOND
+    photos.mkdir()
+    link.symlink_to(other)
+    for place in (other, photos, link, own.parent / ".." / "torchinductor"):
+        with pytest.raises(CacheRefused, match="is not deleted"):
+            cache.clear([place])
+    assert cache.own_caches() == [(own, 112)]
+    assert cache.left_alone() == [f"{name} (not made by Draftsmith)" for name in (SECOND, "photos")]
     assert cache.clear([own]) == 112
     assert other.is_dir()
+    assert photos.is_dir()
     assert not own.exists()
+
+
+def test_what_a_process_left_unfinished_is_deleted_when_it_has_ended(own, ended_process):
+    host, lives = socket.gethostname(), os.getpid()
+    dead = [f".filling-{ended_process}", f".checking-{ended_process}-{host}", f".{SECOND}.old-{ended_process}"]
+    kept = [f".filling-{lives}", f".checking-{lives}-{host}", f".unpacking-{lives}-{host}", ".filling-12-elsewhere"]
+    unowned = ".unpacking-ab12_x"  # by an earlier version: nobody knows whose
+    for name in (*dead, *kept, unowned):
+        (own.parent / name).mkdir()
+    assert sorted(path.name for path, _ in cache.own_caches()) == sorted([*dead, unowned, FIRST])
+    assert f".filling-{lives} (process {lives} is writing it)" in cache.left_alone()
+    assert ".filling-12-elsewhere (process 12 on elsewhere may be writing it)" in cache.left_alone()
+    with pytest.raises(CacheRefused, match=f"process {lives} is writing it"):
+        cache.clear([own.parent / kept[0]])
+    assert sorted(path.name for path in cache.remove_abandoned()) == sorted(dead)
+    assert sorted(item.name for item in own.parent.iterdir()) == sorted([*kept, unowned, FIRST])
 
 
 def test_the_environment_decides_where_inductor_looks(own, monkeypatch):
@@ -134,6 +333,37 @@ def test_the_environment_decides_where_inductor_looks(own, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache.use(own) is True
     assert cache.inductor_folder() == own
+
+
+def test_ranks_and_starts_under_torchrun_look_for_the_same_cache(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("TORCH", "PYTORCH", "TRITON", "CUDA"))]:
+        monkeypatch.delenv(name)
+    alone = facts()
+    for run, rank in (("one", "0"), ("one", "1"), ("two", "0")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{run}/{rank}/error.json")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", rank)
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", rank)
+        assert facts() == alone
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TORCH_LOGS",
+        "TORCHDYNAMO_VERBOSE",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    ],
+)
+def test_variables_that_change_nothing_that_is_compiled(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    before = facts()
+    monkeypatch.setenv(name, "1")
+    assert facts() == before
+    assert harmless_environment()[name] == "1"
 
 
 def test_facts_are_json_and_notice_sources_and_variables(tmp_path, monkeypatch):

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
+import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 
 from draftsmith.cli import main
 from draftsmith.compiled import cache
 from draftsmith.errors import UserError
-from draftsmith.pipeline import compile_commands
+from draftsmith.pipeline import compile_commands, compiling
 from draftsmith.pipeline.compiling import cache_folder, needs
 from draftsmith.pipeline.plan import make_plan
 
@@ -85,6 +94,125 @@ def test_clear_asks_first(compiled_run, processes, caches, capsys, monkeypatch):
     assert "deleted 1 caches" in capsys.readouterr().out
 
 
+def test_clear_says_what_it_leaves_and_that_nobody_answered(compiled_run, processes, caches, capsys, monkeypatch):
+    (caches / "photos").mkdir(parents=True)
+    assert main(["compile", "cache", "clear", "--yes"]) == 0
+    assert "left alone: photos (not made by Draftsmith)" in capsys.readouterr().err
+    compile_commands.warm(compiled_run)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["compile", "cache", "clear"]) == 1
+    assert capsys.readouterr().out.strip() == "nothing deleted (--yes deletes without asking)"
+    assert main(["compile", "cache", "clear", "--yes"]) == 0
+    assert [item.name for item in caches.iterdir()] == ["photos"]
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x"])
+@pytest.mark.parametrize("command", [["compile", "warm"], ["compile", "prove"], ["train"]])
+def test_a_cache_that_cannot_be_written_is_one_line(compiled_run, tmp_path, capsys, monkeypatch, command, place):
+    config = config_file(compiled_run, tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("DRAFTSMITH_CACHE_DIR", place)
+    assert main([*command, config]) == 2
+    assert f"draftsmith: compile cache: {place} cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "compiled").exists()
+
+
+def test_a_full_disk_at_the_seal_does_not_end_the_run(compiled_run, monkeypatch):
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plan, told = make_plan(compiled_run), []
+    monkeypatch.setattr(cache, "write_manifest", full)
+    monkeypatch.setattr(cache, "inductor_folder", lambda: cache_folder(plan))
+    run = SimpleNamespace(
+        plan=plan,
+        warm=SimpleNamespace(finish=lambda _how: None),
+        ledger=SimpleNamespace(machine={}, entries=list),
+        log=SimpleNamespace(write=lambda kind, **fields: told.append((kind, fields["text"]))),
+        _show=lambda: None,
+    )
+    compiling.Compiling.sealed(run)
+    assert [kind for kind, _ in told] == ["notice"]
+    assert "No space left on device" in told[0][1]
+
+
+def test_warm_removes_what_a_killed_one_left(compiled_run, processes, caches):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    left = caches / f".filling-{process.pid}"
+    left.mkdir(parents=True)
+    told = []
+    compile_commands.warm(compiled_run, told.append)
+    assert not left.exists()
+    assert told[0] == f"removed {left.name}, which a process that has ended left unfinished"
+
+
+def test_warm_that_is_terminated_ends_its_process_and_leaves_nothing(compiled_run, caches, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR")
+    command = [sys.executable, "-m", "draftsmith", "compile", "warm", config_file(compiled_run, tmp_path)]
+    with (tmp_path / "said").open("w+") as said:
+        process = subprocess.Popen(command, env=environment, stderr=said)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until = time.monotonic() + 120
+        while not (caches.is_dir() and list(caches.iterdir()) and children.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        child = int(children.read_text().split()[0])
+        process.terminate()
+        assert process.wait(60) == 143
+        said.seek(0)
+        assert said.read().splitlines()[-1] == "draftsmith: terminated before there was anything to save"
+    assert not Path(f"/proc/{child}").exists()
+    assert list(caches.iterdir()) == []
+    assert [item.name for item in temporary.iterdir() if item.name.startswith("draftsmith-")] == []
+
+
+def test_what_the_process_of_warm_refuses_comes_in_its_own_words(tiny_run, caches, tmp_path):
+    """A config under which nothing is compiled, which `warm` itself would have refused."""
+    with pytest.raises(UserError, match=r"^compile: nothing to prove: dense attention runs eager") as refused:
+        compile_commands._in_process(tiny_run("eager"), caches, tmp_path)
+    assert refused.value.fix == "compile.enabled=on compiles it on the CPU too"
+
+
+def test_the_last_line_that_looks_like_an_error_is_shown():
+    torchs = """Traceback (most recent call last):
+      File "x.py", line 1, in <module>
+    torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found
+
+    Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+
+    """
+    assert compile_commands._error_line(torchs).startswith("torch._inductor.exc.InductorError: InvalidCxxCompiler: No")
+    assert compile_commands._error_line("one\ntwo\n") == "two"
+    assert compile_commands._error_line("") == "no message"
+    assert compile_commands._ended(-11) == "was ended by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (InvalidCxxCompiler(), "InvalidCxxCompiler: No working C++ compiler found"),
+        (CppCompileError(["g++", "x.cpp"], "x.cpp:3: fatal error: Python.h: No such file\nstopped"), "error: Python.h"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("worker:\nFailed to find C compiler. Please specify via CC"), "RuntimeError: Failed to find C"),
+    ],
+)
+def test_what_the_machine_lacks_for_compiling_is_the_users_error(cause, said):
+    with pytest.raises(UserError, match="torch cannot compile on this machine") as refused, compiling.explained():
+        raise InductorError(cause, None)
+    assert said in refused.value.what
+
+
+@pytest.mark.parametrize("fault", [InductorError(KeyError("a fault of torch's"), None), OSError("not from compiling")])
+def test_other_failures_keep_their_traceback(fault):
+    with pytest.raises(type(fault)), compiling.explained():
+        raise fault
+
+
 def test_there_is_nothing_to_prove_where_nothing_is_compiled(tiny_run, tmp_path, capsys):
     assert main(["compile", "prove", config_file(tiny_run("eager"), tmp_path)]) == 2
     assert "dense attention runs eager on this machine, by name" in capsys.readouterr().err
@@ -92,10 +220,6 @@ def test_there_is_nothing_to_prove_where_nothing_is_compiled(tiny_run, tmp_path,
 
 def test_prove_says_that_a_run_is_not_compiled(compiled_run, tmp_path, capsys, monkeypatch):
     """Under a backend that stops before Inductor: exit 1, with each problem."""
-    from functools import partial
-
-    import draftsmith.pipeline.compiling as compiling
-
     monkeypatch.setattr(compiling, "Region", partial(compiling.Region, backend="aot_eager"))
     assert main(["compile", "prove", config_file(compiled_run, tmp_path)]) == 1
     out = capsys.readouterr().out

@@ -230,6 +230,30 @@ def why_nothing_compiles() -> str:
     return "it had been compiled before, or compiling is switched off by something unknown"
 
 
+def why_it_failed(error: BaseException) -> str:
+    """The cause in one line where compiling failed by what the machine lacks; "" for every other error.
+
+    A compiler that is missing or fails, no Triton, a GPU too old for it, a cache that cannot be written. Where the
+    private names are gone nothing is recognised, and the error keeps its traceback.
+    """
+    import torch._dynamo.exc as dynamo
+    import torch._inductor.exc as inductor
+
+    failed = getattr(dynamo, "BackendCompilerFailed", None)
+    if failed is not None and isinstance(error, failed):
+        error = error.inner_exception
+    elif isinstance(error, OSError):  # not from compiling
+        return ""
+    names = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing", "GPUTooOldForTriton")
+    kinds = tuple(getattr(inductor, name) for name in names if hasattr(inductor, name))
+    if not isinstance(error, (*kinds, OSError)) and "Failed to find C compiler" not in str(error):  # Triton's words
+        return ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = (line for line in lines if re.search(r"\berror: |Failed to find C compiler", line))
+    said = next(telling, lines[0] if lines else "")
+    return f"{type(error).__name__}: {said}"
+
+
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 COMPILED_GRAPH = re.compile(r"## Call CompiledFxGraph (\w+) ##")

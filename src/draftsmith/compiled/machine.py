@@ -18,13 +18,32 @@ from typing import Any
 
 import torch
 
-# Where things are kept changes nothing about what was compiled.
-_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TORCH_TRACE")
 _PREFIXES = ("TORCH", "TRITON", "CUDA", "PYTORCH")
+# What changes nothing about what is compiled: places; torchrun's, which differ in every start and rank; what is logged
+# and how much of it; communication; how memory is allocated, and launches are queued.
+_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TORCH_TRACE")
+_LAUNCHER = ("TORCHELASTIC_", "TORCH_ELASTIC_")
+_HARMLESS = (
+    "TORCH_LOGS",
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_SHOW_CPP_STACKTRACES",
+    "TORCHDYNAMO_VERBOSE",
+    "TORCHDYNAMO_EXTENDED_",
+    "TORCH_NCCL_",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TRITON_PRINT_AUTOTUNING",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+)
 
 
 def facts(sources: Iterable[Path] = ()) -> dict[str, Any]:
-    """Versions, GPUs, configuration and environment.
+    """Versions, GPUs, configuration, and the variables that may change what is compiled.
 
     Args:
         sources: files or folders whose content decides what is compiled; their hash is the field "sources".
@@ -85,11 +104,24 @@ def driver() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Variables that torch, Triton and CUDA read, without those that only name places."""
+    """Variables of torch, Triton and CUDA that may change what is compiled: all that are not known to be harmless."""
+    return {name: value for name, value in _variables().items() if not name.startswith(_HARMLESS)}
+
+
+def harmless_environment() -> dict[str, str]:
+    """Those that change speed, memory or messages, and nothing about what is compiled."""
+    return {name: value for name, value in _variables().items() if name.startswith(_HARMLESS)}
+
+
+def _variables() -> dict[str, str]:
+    """All of them, without those that only name places or who started the process."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_PREFIXES) and name not in _PLACES and "VISIBLE" not in name
+        if name.startswith(_PREFIXES)
+        and name not in _PLACES
+        and not name.startswith(_LAUNCHER)
+        and "VISIBLE" not in name
     }
 
 

@@ -3,16 +3,19 @@
 `prove` runs what a training run does before and around its first update: warm-up, seal, and one profiled step of all
 drafters at once, on made-up rows and random weights of the real shapes; no weights are loaded. `warm` does that in a
 second and a third process: one fills a fresh private folder, the next must load everything from it; then the folder
-gets its manifest and takes its place in one step. Training runs look there first.
+gets its manifest and takes its place. Training runs look there first.
 
 Only the head of the first data file is read: shapes do not depend on the data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,10 +32,21 @@ from draftsmith.config import RunConfig, parse_config
 from draftsmith.data.conversations import write_head
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
-from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder, explained, machine_facts, needs, uses
+from draftsmith.pipeline.compiling import (
+    Compiling,
+    TargetLayers,
+    cache_folder,
+    cache_refusals,
+    check_cache,
+    explained,
+    machine_facts,
+    needs,
+    uses,
+)
 from draftsmith.pipeline.lowering import lower_target
 from draftsmith.pipeline.plan import Plan, make_plan
 from draftsmith.pipeline.proof import make_sample, warm_step
+from draftsmith.pipeline.signals import listening
 from draftsmith.pipeline.sync import Alone
 from draftsmith.target.head import TargetHead
 from draftsmith.target.load import shallow_target
@@ -48,9 +62,9 @@ def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]
         listener: gets "warmup", "ledger" and "evidence" events.
 
     Raises:
-        UserError: nothing is compiled under this config, or the warm-up fails.
+        UserError: nothing is compiled under this config, it could not be kept, or the warm-up fails.
     """
-    with tempfile.TemporaryDirectory(prefix="draftsmith-prove-") as scratch:
+    with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-prove-") as scratch:
         plan = make_plan(_short_data(config, Path(scratch)))
         if not plan.compiled:
             raise UserError(
@@ -58,6 +72,7 @@ def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]
                 where="compile",
                 fix="compile.enabled=on compiles it on the CPU too",
             )
+        check_cache(plan)
         cache.use(cache_folder(plan))  # as training does
         with EventLog(Path(scratch) / "events.jsonl", [listener] if listener else []) as log:
             return _prove(plan, log)
@@ -111,19 +126,22 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
         folder, seconds of the filling and of the loading process's warm-up, bytes by kind, the coverage line.
 
     Raises:
-        UserError: a process fails, or the second one compiles something.
+        UserError: the cache cannot be written, a process fails, or the second one compiles something.
+        KeyboardInterrupt: interrupted or terminated; the process that compiles has ended and its folders are removed.
     """
-    with tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
+    with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
         short = _short_data(config, Path(scratch))
         plan = make_plan(short)
         if not plan.compiled:
             raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
         place = cache_folder(plan)
         root = cache.root_folder()
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        filling, checking = (root / f".{what}-{os.getpid()}" for what in ("filling", "checking"))
+        with cache_refusals():
+            cache.make_writable(root)
+            for abandoned in cache.remove_abandoned():
+                tell(f"removed {abandoned.name}, which a process that has ended left unfinished")
+        filling, checking = (cache.make_aside(root, what) for what in ("filling", "checking"))
         try:
-            filling.mkdir(mode=0o700)
             tell("filling an empty cache")
             cold = _in_process(short, filling, Path(scratch))
             # Under another name: nothing in it may depend on where it lies.
@@ -139,8 +157,9 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
                     fix="draftsmith doctor lists variables that switch the cache off",
                 )
             named = [cache.Use(use["name"], tuple(use["keys"]), use["seconds"]) for use in cold["uses"]]
-            cache.write_manifest(checking, machine_facts(), named)
-            cache.swap_in(checking, place)
+            with cache_refusals():
+                cache.write_manifest(checking, machine_facts(), named)
+                cache.swap_in(checking, place)
         finally:
             for leftover in (filling, checking):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -241,31 +260,66 @@ def _short_data(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, Any]:
-    """`prove` in a fresh process with that folder as its cache."""
+    """`prove` in a fresh process with that folder as its cache, which ends when this one does.
+
+    Raises:
+        UserError: it fails; what it refuses comes in its own words.
+    """
     given, result = scratch / "config.json", scratch / "result.json"
     given.write_text(config.model_dump_json(), encoding="utf-8")
     result.unlink(missing_ok=True)
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    # What it leaves in temporary folders goes with the scratch folder, however it ends.
+    temporary = tempfile.mkdtemp(dir=scratch)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": temporary}
     environment.pop("TRITON_CACHE_DIR", None)
-    command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode or not result.exists():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"a process ended with code {done.returncode}: {last}", where="compile warm")
+    command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result), str(os.getpid())]
+    # A session of its own, so that its compiling processes can be ended with it.
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode or not result.exists():
+        raise UserError(f"a process {_ended(process.returncode)}: {_error_line(errors)}", where="compile warm")
     content: Mapping[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if "refused" in content:
+        raise UserError(**content["refused"])
     return content
 
 
-def _child(given: Path, result: Path) -> int:
+def _ended(code: int) -> str:
+    """How a process ended, in words."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _error_line(errors: str) -> str:
+    """What a process said last that looks like an error; torch adds advice after its own."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Missing|Interrupt)\b", line)]
+    return (named or lines or ["no message"])[-1]
+
+
+def _child(given: Path, result: Path) -> None:
     config = parse_config(json.loads(given.read_text(encoding="utf-8")))
     try:
         content = prove(config)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        content = {"refused": {"what": error.what, "where": error.where, "fix": error.fix}}
     result.write_text(json.dumps(content, default=str), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_child(Path(sys.argv[1]), Path(sys.argv[2])))
+    from draftsmith.pipeline.decoder_process import end_with
+
+    end_with(int(sys.argv[3]))
+    _child(Path(sys.argv[1]), Path(sys.argv[2]))

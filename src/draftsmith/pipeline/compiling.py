@@ -24,7 +24,18 @@ from torch import Tensor
 
 import draftsmith
 from draftsmith.blocks import DraftBatch, Row
-from draftsmith.compiled import CompiledTooLate, Evidence, Expected, Gate, Ledger, NotCompiled, Region, WarmUp, cache
+from draftsmith.compiled import (
+    CompiledTooLate,
+    Evidence,
+    Expected,
+    Gate,
+    Ledger,
+    NotCompiled,
+    Region,
+    WarmUp,
+    _torch,
+    cache,
+)
 from draftsmith.compiled.machine import facts
 from draftsmith.drafter.model import DraftModel, run_part
 from draftsmith.errors import UserError
@@ -248,7 +259,10 @@ class Compiling:
         self._show()
         own = cache_folder(self.plan)
         if cache.inductor_folder() == own and cache.coverage(own, needs(self.plan)).missing:
-            cache.write_manifest(own, self.ledger.machine, uses(self.plan, self.ledger))
+            try:
+                cache.write_manifest(own, self.ledger.machine, uses(self.plan, self.ledger))
+            except OSError as error:  # the run has compiled what it needs, and goes on
+                self.log.write("notice", text=f"what the compile cache holds could not be noted in it: {error}")
 
     @contextlib.contextmanager
     def around(self, index: int, update: int) -> Iterator[None]:
@@ -375,6 +389,31 @@ def cache_folder(plan: Plan) -> Path:
     return cache.root_folder() / hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def check_cache(plan: Plan) -> None:
+    """Whether what this plan compiles could be kept.
+
+    A cache that is there already may be one that is only read; torch makes a folder that the environment names itself.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    folder = cache_folder(plan)
+    if plan.compiled and cache.may_choose() and not folder.is_dir():
+        with cache_refusals():
+            cache.make_writable(folder.parent)
+
+
+@contextlib.contextmanager
+def cache_refusals() -> Iterator[None]:
+    """Turns a place of Draftsmith's caches that cannot be read or written into the user's error."""
+    try:
+        yield
+    except (cache.CacheRefused, OSError) as error:
+        raise UserError(
+            str(error), where="compile cache", fix="set DRAFTSMITH_CACHE_DIR to a folder that you may write"
+        ) from error
+
+
 def make_regions(plan: Plan, index: int, model: DraftModel, gate: Gate) -> tuple[Callable[..., Tensor], Region]:
     """What a replica compiles: the drafter's forward, whole or by layer, and one chunk of the objective."""
     device = plan.topology.drafters[index]
@@ -403,4 +442,13 @@ def explained() -> Iterator[None]:
     except NotCompiled as error:
         raise UserError(
             str(error), where="warm-up", fix="draftsmith doctor CONFIG says what keeps torch from compiling"
+        ) from error
+    except Exception as error:
+        cause = _torch.why_it_failed(error)
+        if not cause:
+            raise
+        raise UserError(
+            f"torch cannot compile on this machine: {cause}",
+            where="warm-up",
+            fix="CXX names the C++ compiler; draftsmith doctor CONFIG looks for what compiling needs",
         ) from error

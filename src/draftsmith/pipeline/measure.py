@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import shutil
 import statistics
 import threading
 import time
@@ -242,14 +241,17 @@ def settle(
     topology = resolve_topology(plan.config.pipeline, plan.sequence.own_rows, costs, lacks)
     settled = with_topology(plan, topology)
     if settled.compiled:
-        _hand_on(cache.inductor_folder(), cache_folder(settled))
+        try:
+            _hand_on(cache.inductor_folder(), cache_folder(settled))
+        except OSError as error:
+            log.write("notice", text=f"what was compiled to measure is compiled again: {error}")
     return settled, loaded
 
 
 def _hand_on(filled: Path, place: Path) -> None:
     """What was compiled to measure is there for the run, whose cache has another name, unless it has one already."""
     if not place.exists() and filled.parent == place.parent:
-        shutil.copytree(filled, place)
+        cache.hand_on(filled, place)
 
 
 def _measure(
