@@ -247,6 +247,10 @@ def test_the_fingerprint_is_of_what_is_learned() -> None:
     assert fingerprint() == fingerprint(training={"output": "elsewhere"})
     assert fingerprint() == fingerprint(drafter={"layers": 5})
     assert fingerprint() == fingerprint(pipeline={"targets": ["cpu"] * 3, "drafters": ["cpu"], "devices_per_rank": 2})
+    watching: dict[str, Any] = {"on_recompile": "warn", "evidence": "off", "evidence_every": 7}
+    assert fingerprint() == fingerprint(compile=watching)
+    assert fingerprint() == fingerprint(training={"eval_every": 3, "eval_rows": 1, "activation_checkpointing": True})
+    assert fingerprint() != fingerprint(compile={"enabled": "on"})
     assert fingerprint() != fingerprint(drafter={"layers": 4})
     assert fingerprint() != fingerprint(training={"seed": 1})
 

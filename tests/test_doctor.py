@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -11,10 +15,11 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.doctor import against, examine, healthy, restore
+from draftsmith.doctor import against, examine, fast_paths, healthy, machine, restore
 from draftsmith.doctor.fast_paths import modules_entered
 from draftsmith.doctor.machine import variables
 from draftsmith.doctor.packages import drift, flavours, foreign_modules, leftovers, serving
+from draftsmith.pipeline import environment
 from draftsmith.pipeline.environment import environment_record
 
 
@@ -85,7 +90,8 @@ def test_drift_from_pinned_versions(tmp_path):
     pins.write_text("pytest==0.1\ntorch==" + torch.__version__.partition("+")[0] + "\n")
     (found,) = drift(pins)
     assert found.text == f"1 differ from constraints.txt: pytest {here} (pinned ==0.1)"
-    assert drift(tmp_path / "none.txt") == []
+    assert drift(tmp_path / "none.txt")[0].text == f"not checked: there is no {tmp_path / 'none.txt'}"
+    assert drift(None)[0].text == "not checked: no constraints.txt lies beside the sources"
 
 
 def test_modules_entered_sees_functions_of_a_package():
@@ -126,7 +132,59 @@ def test_a_gated_delta_net_target_runs_on_the_slow_path_and_is_named(tiny_run, g
 def test_an_attention_target_wants_nothing(tiny_run):
     findings = {finding.check: finding for finding in examine(tiny_run("plain"))}
     assert findings["target layers"].text == "qwen3: attention only, no extra kernels wanted"
-    assert findings["drafter attention"].text == "dense, on the CPU by name"
+    assert findings["drafter attention"].text == "dense, eager, on the CPU by name"
+
+
+def test_compiling_on_the_cpu_is_tried(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    config = tiny_run("compiled", compile={"enabled": "on"})
+    findings = {finding.check: finding for finding in examine(config)}
+    assert findings["gpu"].text == "none: dense attention, compiled, on the CPU by name"
+    attention = findings["drafter attention"]
+    assert attention.level == "ok"
+    assert attention.text.startswith("dense, compiled, on the CPU by name; a tiny compiled function was seen")
+    monkeypatch.setattr(fast_paths, "compiles", lambda device: f"no compiler on {device}")
+    attention = next(finding for finding in examine(config) if finding.check == "drafter attention")
+    assert attention.level == "bad"
+    assert "no compiler on cpu" in attention.text
+    assert "compile.enabled=auto" in attention.mend
+    (flex,) = fast_paths._drafter(tiny_run("flex", drafter={"attention": "flex"}))
+    assert (flex.level, flex.mend) == ("bad", "drafter.attention=auto")
+
+
+def test_without_a_compiler_nothing_compiles(tmp_path):
+    """In a process of its own: torch remembers the compiler that it found."""
+    code = "import torch; from draftsmith.doctor.fast_paths import compiles; print(compiles(torch.device('cpu')))"
+    environment = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "/nonexistent" in done.stdout
+
+
+def test_folders_are_written_to(tiny_run, tmp_path, monkeypatch):
+    """What the rights say is not enough: root may everything, and still makes no file in /proc."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE_DIR", "/proc/x")
+    (tmp_path / "file").touch()
+    found = {finding.check: finding for finding in machine.check(tiny_run("file/run"))}
+    for name, setting in (("compile cache", "DRAFTSMITH_CACHE_DIR"), ("run folder", "training.output")):
+        assert found[name].level == "bad"
+        assert "cannot be written" in found[name].text
+        assert setting in found[name].mend
+    assert found["inductor cache"].level == "ok"
+
+
+def test_what_is_amiss_comes_with_what_mends_it(tiny_run, gated_delta_target, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    findings = examine(tiny_run("gdn", target={"path": str(gated_delta_target)}))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _index: (2**30, 2**35))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _index: (7, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _index: "card")
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda _one, _other: False)
+    monkeypatch.setattr(machine, "_memory_available", lambda: 2**30)
+    findings += machine.check()
+    assert {"target layers", "gpu", "peer access", "memory"} <= {each.check for each in findings if each.level != "ok"}
+    assert [finding for finding in findings if finding.level != "ok" and not finding.mend] == []
 
 
 def test_precision_and_quantised_weights(tiny_run, tiny_target, tmp_path):
@@ -170,6 +228,73 @@ def test_against_and_restore(tmp_path):
     assert "git worktree add ../draftsmith-0123456789ab 0123456789abcdef" in commands
     assert ".venv/bin/pip install torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130" in commands
     assert any("pytest==0.1" in line and "--no-deps" in line for line in commands)
+    assert not any("not restored" in line and "driver" not in line for line in commands)
+
+
+def test_what_cannot_be_restored_is_said_and_values_are_quoted(tmp_path):
+    record = {
+        "draftsmith": "0.1",
+        "machine": {"python": "3.11.7", "environment": {"TORCH_LOGS": "it's; rm -r x"}},
+        "packages": {"torch": "2.13.0+gitabc", "own": "1.0+mine", "setuptools": "80", "numpy": "2.0", "pip": "26"},
+        "commit": {"id": "0123456789abcdef", "changes": "", "untracked": ["new.py"]},
+    }
+    (tmp_path / "environment.json").write_text(json.dumps(record))
+    commands = restore(tmp_path)
+    assert shlex.split(commands[-1]) == ["export", "TORCH_LOGS=it's; rm -r x"]
+    assert ".venv/bin/pip install pip==26 setuptools==80" in commands
+    assert ".venv/bin/pip install --no-deps numpy==2.0" in commands
+    comments = "\n".join(line for line in commands if line.startswith("#"))
+    assert "no index holds: torch 2.13.0+gitabc, own 1.0+mine: not restored" in comments
+    assert "did not track: new.py" in comments
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "it is not a mapping"),
+        ({}, "machine is not a mapping"),
+        ({"machine": []}, "machine is not a mapping"),
+        ({"machine": {"environment": {}}, "packages": {"torch": 2}}, "draftsmith is not a text"),
+        ({"machine": {"environment": {}}, "packages": {"torch": 2}, "draftsmith": "1"}, "packages.torch is not a text"),
+        ({"machine": {"environment": {}}, "packages": {}, "draftsmith": "1", "commit": "x"}, "commit is not a mapping"),
+    ],
+)
+def test_a_damaged_record_is_refused(tmp_path, capsys, content, said):
+    (tmp_path / "environment.json").write_text(json.dumps(content))
+    for option in ("--restore", "--against"):
+        assert main(["doctor", option, str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_question_at_a_time(tmp_path, capsys):
+    for words in (["c.yaml", "--against", "run"], ["c.yaml", "--restore", "run"], ["--against", "a", "--restore", "b"]):
+        assert main(["doctor", *words]) == 2
+        assert "one at a time" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
+    """And not that of a repository which only has an environment inside."""
+
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    sources = tmp_path / "src" / "draftsmith"
+    sources.mkdir(parents=True)
+    (sources / "__init__.py").write_text("")
+    (tmp_path / "own.py").write_text("")
+    monkeypatch.setattr(environment, "SOURCES", sources)
+    git("init")
+    git("add", "own.py")
+    git("commit", "-m", "own")
+    assert environment.commit() is None
+    git("add", "src")
+    git("commit", "-m", "sources")
+    found = environment.commit()
+    assert found is not None
+    assert found.keys() == {"id", "changes"}
+    (sources / "new.py").write_text("")
+    assert environment.commit() == found | {"untracked": ["new.py"]}
 
 
 def test_command(capsys, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ Rows = Annotated[
 ]
 Targets = Annotated[str, typer.Option(help="Of pipeline: cuda:0,cuda:1 or the like, or auto.")]
 Drafters = Annotated[str, typer.Option(help="Of pipeline: likewise; devices may repeat.")]
-Steps = Annotated[int, typer.Option(min=6, help="Of pipeline: updates.")]
+Steps = Annotated[int | None, typer.Option(min=6, help="Of pipeline: updates; 24, on a CPU 10.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Of pipeline: also in one thread.")]
 Autotune = Annotated[
     bool, typer.Option("--autotune", help="Of step, target, row: try several kernels for each product; minutes.")
@@ -75,6 +76,43 @@ Compile = Annotated[
 Picture = Annotated[Path | None, typer.Option(help="Of decode: PNG to draw.")]
 
 
+# Which parts use what; --device and --json are of all.
+_TIMED = "step target row mask loss update"
+_BLOCKS = "step row mask loss pipeline"
+USED_BY = {
+    "geometry": f"{_TIMED} pipeline",
+    "length": f"{_TIMED} pipeline",
+    "anchors": _BLOCKS,
+    "block_size": _BLOCKS,
+    "chunk": _BLOCKS,
+    "layers": "step target row update pipeline",
+    "documents": f"target {_BLOCKS}",
+    "precision": "target row",
+    "packing": "target row",
+    "optimizer": "update pipeline",
+    "rows": "update pipeline",
+    "targets": "pipeline",
+    "drafters": "pipeline",
+    "steps": "pipeline",
+    "sequence": "pipeline",
+    "autotune": "step target row",
+    "compile_drafter": "step row",
+    "runs": _TIMED,
+    "against": f"{_TIMED} pipeline",
+    "drafter": "decode",
+    "target": "decode",
+    "prompts": "decode",
+    "max_new_tokens": "decode",
+    "limit": "memory decode",
+    "temperature": "decode",
+    "contexts": "decode",
+    "dtype": "decode",
+    "compile": "decode",
+    "picture": "decode",
+}
+PARTS = (*_TIMED.split(), "pipeline", "memory", "decode")
+
+
 def bench(
     part: Part,
     drafter: Drafter = None,
@@ -92,7 +130,7 @@ def bench(
     rows: Rows = 1,
     targets: Targets = "",
     drafters: Drafters = "",
-    steps: Steps = 24,
+    steps: Steps = None,
     sequence: Sequence = False,
     autotune: Autotune = False,
     compile_drafter: CompileDrafter = "layers",
@@ -110,6 +148,7 @@ def bench(
     json_: Json = False,
 ) -> int:
     """Time one part of the work on random weights, or (decode) a drafter at work."""
+    _refuse_what_is_not_used(part, dict(locals()))
     if part == "decode":
         if drafter is None or target is None or not prompts:
             raise UserError("needs DRAFTER, --target and --prompts", where="bench decode")
@@ -117,8 +156,6 @@ def bench(
         return _decode(
             drafter, target, prompts, max_new_tokens, limit, sampling, lengths, device, dtype, compile, picture, json_
         )  # fmt: skip
-    _refuse(part, "--compile is of decode", compile != "auto")
-    _refuse(part, f"takes no drafter: {drafter!r}", drafter is not None)
     if part == "memory":
         return _memory(device, limit, json_)
     sizes = {
@@ -129,33 +166,32 @@ def bench(
         "precision": precision, "packing": packing, "autotune": autotune, "optimizer": optimizer, "rows": rows,
         "compile_drafter": compile_drafter,
     }  # fmt: skip
-    earlier = _earlier(part, against)
+    from draftsmith.bench.results import read_result
+
+    earlier = None if against is None else read_result(against, part)
     setting = _setting(geometry, device, sizes, ways)
-    of_rows, of_update = (precision, packing) != ("full", ""), (optimizer, rows) != ("adamw", 1)
-    of_pipeline = bool(targets or drafters or sequence)
-    _refuse(part, "--precision and --packing are of target and row", of_rows, "target row")
-    _refuse(part, "--autotune is of step, target and row", autotune, "step target row")
-    _refuse(part, "--compile-drafter is of step and row", compile_drafter != "layers", "step row")
-    _refuse(part, "--optimizer and --rows are of update and pipeline", of_update, "update pipeline")
-    _refuse(part, "--targets, --drafters and --sequence are of the pipeline", of_pipeline, "pipeline")
+    if setting.device.type != "cuda" and (autotune or compile_drafter != "layers"):
+        raise UserError("nothing is compiled on the CPU", where="--autotune" if autotune else "--compile-drafter")
     return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)
 
 
-def _refuse(part: str, why: str, given: bool, parts: str = "") -> None:
-    """Raises UserError where an option is given that this part has not."""
-    if given and part not in parts.split():
-        raise UserError(why, where=f"bench {part}")
+def _refuse_what_is_not_used(part: str, values: dict[str, Any]) -> None:
+    """Raises UserError for a part that cannot be timed, or an option that was given and that the part does not use."""
+    if part not in PARTS:
+        raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {', '.join(PARTS)}")
+    defaults = {name: parameter.default for name, parameter in inspect.signature(bench).parameters.items()}
+    foreign = [
+        f"{_typed(name)} is of {', '.join(parts.split())}"
+        for name, parts in USED_BY.items()
+        if part not in parts.split() and values[name] not in (defaults[name], None, [])
+    ]
+    if foreign:
+        raise UserError("; ".join(foreign), where=f"bench {part}", fix="leave it out")
 
 
-def _earlier(part: str, against: Path | None) -> dict[str, Any] | None:
-    """The result to compare with. Raises UserError if the part is none, or the file no result of it."""
-    from draftsmith.bench.parts import BENCHES
-    from draftsmith.bench.results import read_result
-
-    known = [*BENCHES, "row", "pipeline", "memory", "decode"]
-    if part not in known:
-        raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {', '.join(known)}")
-    return None if against is None else read_result(against, part)
+def _typed(name: str) -> str:
+    """A parameter as people type it."""
+    return "DRAFTER" if name == "drafter" else f"--{name.replace('_', '-')}"
 
 
 def _place(device: str) -> torch.device:
@@ -186,18 +222,21 @@ def _setting(geometry: str, device: str, sizes: dict[str, int | None], ways: dic
     return setting
 
 
-def _timed(part: str, setting: Setting, targets: str, drafters: str, steps: int, sequence: bool) -> dict[str, Any]:
+def _timed(
+    part: str, setting: Setting, targets: str, drafters: str, steps: int | None, sequence: bool
+) -> dict[str, Any]:
     """What the part's benchmark returns, with "remarks" on what of the target runs slowly."""
     from draftsmith.bench.parts import BENCHES
-    from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline
+    from draftsmith.bench.pipeline import STEPS, STEPS_ON_CPU, PipelineSetting, bench_pipeline
     from draftsmith.bench.row import bench_row
 
     if part == "pipeline":
         here, there = (
             tuple(each.strip() for each in (text or str(setting.device)).split(",")) for text in (targets, drafters)
         )
-        bench = PipelineSetting(setting, here, there, max(setting.rows, len(there)), steps, sequence=sequence)
-        result = bench_pipeline(bench)
+        rows = max(setting.rows, len(there))
+        steps = steps or (STEPS if setting.device.type == "cuda" else STEPS_ON_CPU)
+        result = bench_pipeline(PipelineSetting(setting, here, there, rows, steps, sequence=sequence))
     else:
         result = {**BENCHES, "row": bench_row}[part](setting)
     remarks = _slow_layers(setting) if part in ("target", "row", "pipeline") else []
@@ -251,7 +290,7 @@ def _decode(
     """`bench decode`: 0 if every task was lossless, else 1."""
     import torch
 
-    from draftsmith.bench.decoding import bench_decode, draw, lines_of
+    from draftsmith.bench.decoding import bench_decode, check_picture, draw, lines_of
     from draftsmith.config import TargetConfig
     from draftsmith.decode.prompts import read_prompts
     from draftsmith.decode.static import StaticRounds
@@ -260,6 +299,8 @@ def _decode(
     from draftsmith.observe.live import LiveLine
     from draftsmith.target.load import load_target
 
+    if picture is not None:
+        check_picture(picture)
     tasks = []
     for entry in prompts:
         name, equals, file = entry.partition("=")
@@ -284,10 +325,12 @@ def _decode(
             rounds=StaticRounds(frozen, compile),
         )
     if picture is not None:
-        result["picture"] = str(draw(result, picture))
+        result["picture"] = str(picture)
     print("\n".join(lines_of(result)), file=sys.stderr if json_ else sys.stdout)
     if json_:
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
+    if picture is not None:
+        draw(result, picture)
     return 0 if all(task["lossless"] for task in result["tasks"]) else 1
 
 

@@ -294,6 +294,9 @@ class DecodingConfig(Section):
     on_disagreement: Literal["error", "warn"] = Field("error", description="error: save, then end the run")
 
 
+# Keys that change no number of training: a run may be resumed with others.
+_NOT_LEARNED_BY = ("eval_every", "eval_rows", "activation_checkpointing")
+_WATCHES = ("on_recompile", "evidence", "evidence_every")
 HEAD_CHUNK = 2048  # taught slots: fewer make the head's products small, more only take memory
 
 
@@ -343,10 +346,15 @@ class RunConfig(Section):
         return balanced_chunk(self.rows.anchors, block_size) if chunk == "auto" else chunk
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides what is learned; where, how often and how long it is kept does not count."""
+        """Hash of everything that decides what is learned. Where, how often and how long it is kept does not count, nor
+        what is evaluated and watched on the way, nor what only saves memory."""
         content = self.model_dump(mode="json", exclude={"decoding", "pipeline"})
         for name in ("output", "save_every", "keep", "keep_every", "grace", "tensorboard", "trackers", "on_nan"):
             content["training"].pop(name)
+        # As if left at their defaults, not left out: what ran before they stopped counting keeps its fingerprint.
+        for section, names in (("training", _NOT_LEARNED_BY), ("compile", _WATCHES)):
+            fields = type(getattr(self, section)).model_fields
+            content[section] |= {name: fields[name].default for name in names}
         content["target"].pop("fp8_bound")
         if content["target"]["precision"] == "full":
             content["target"].pop("precision")

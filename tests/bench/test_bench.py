@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from draftsmith import cli_bench
 from draftsmith.bench.geometry import GEOMETRIES, find_geometry, kinds_of, twin
 from draftsmith.bench.parts import BENCHES, default_setting, draft_flops
 from draftsmith.bench.random_target import random_target
 from draftsmith.bench.results import compare
 from draftsmith.bench.setting import Setting
 from draftsmith.bench.target import target_flops
+from draftsmith.bench.timing import Timing
 from draftsmith.blocks import dense_mask
 from draftsmith.cli import main
 from draftsmith.errors import UserError
@@ -33,6 +37,7 @@ def test_every_part_runs(part: str) -> None:
     result = BENCHES[part](small())
     assert result["bench"] == part
     assert 0 < result["ms_min"] <= result["ms"] <= result["ms_max"]
+    assert result["ms_deviation"] <= result["ms_max"] - result["ms_min"]
     assert result["process_gib"] > 0
     assert result["real_tokens_per_second"] > 0
     assert set(result["shape"]) >= {"S", "N", "B", "layers", "documents"}
@@ -136,14 +141,25 @@ def test_the_draft_step_of_qwen3_8b_is_75_tflop() -> None:
 
 
 def test_a_regression_counts_only_beyond_noise() -> None:
-    earlier = {"bench": "step", "shape": {"S": 1}, "ms": 100.0, "ms_min": 98.0, "ms_max": 104.0}
-    assert compare({**earlier, "ms": 105.0}, earlier)[0]
-    slower, line = compare({**earlier, "ms": 107.0}, earlier)
-    assert not slower
+    earlier = {"bench": "step", "shape": {"S": 1}, **Timing.of([98.0, 99.0, 100.0, 101.0, 104.0]).to_json()}
+    assert compare({**earlier, "ms": 103.0}, earlier)[0]
+    right, line = compare({**earlier, "ms": 107.0}, earlier)
+    assert not right
     assert "+7.0 %" in line
     with pytest.raises(UserError, match="the earlier shape is"):
         compare({**earlier, "shape": {"S": 2}}, earlier)
     assert compare({**earlier, "torch": "2.13.0"}, {**earlier, "torch": "2.11.0"})[1].endswith("; before: 2.11.0")
+    assert "does not say how its runs scattered" in compare(earlier, {**earlier, "ms_deviation": None})[1]
+
+
+def test_a_run_out_of_line_hides_no_regression() -> None:
+    def result(*times: float) -> dict[str, Any]:
+        return {"bench": "step", "shape": {}, **Timing.of(times).to_json()}
+
+    before, after = [10.0, 10.1, 10.0, 9.9, 10.2], [12.0, 12.1, 11.9, 12.0, 12.1]
+    assert not compare(result(*after), result(*before[:4], 90.0))[0]
+    assert not compare(result(*after[:4], 90.0), result(*before))[0]
+    assert compare(result(*before[:4], 90.0), result(*before))[0]
 
 
 def test_a_result_of_another_benchmark_is_refused_before_anything_is_timed(tmp_path: Path, monkeypatch) -> None:
@@ -192,13 +208,51 @@ def test_what_runs_slowly_in_a_hybrid_is_named(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("part", "options", "said"),
     [
-        ("update", ["--autotune"], "--autotune is of step, target and row"),
-        ("target", ["--compile-drafter", "whole"], "--compile-drafter is of step and row"),
-        ("step", ["--precision", "fp8"], "--precision and --packing are of target and row"),
-        ("mask", ["--rows", "2"], "--optimizer and --rows are of update and pipeline"),
-        ("loss", ["--sequence"], "--targets, --drafters and --sequence are of the pipeline"),
+        ("update", ["--autotune"], "--autotune is of step, target, row"),
+        ("step", ["--steps", "10", "--picture", "x.png"], "--steps is of pipeline; --picture is of decode"),
+        (
+            "step",
+            ["--compile-drafter", "whole", "--device", "cpu"],
+            "--compile-drafter: nothing is compiled on the CPU",
+        ),
+        ("row", ["--autotune", "--device", "cpu"], "--autotune: nothing is compiled on the CPU"),
+        ("everything", ["--steps", "10"], "'everything' cannot be timed"),
     ],
 )
-def test_an_option_of_another_part_is_refused(part: str, options: list[str], said: str, capsys) -> None:
-    assert main(["bench", part, "--geometry", "tiny", "--device", "cpu", *options]) == 2
+def test_an_option_without_use_is_refused(part: str, options: list[str], said: str, capsys) -> None:
+    assert main(["bench", part, *options]) == 2
     assert said in capsys.readouterr().err
+
+
+GIVEN = {
+    "geometry": "tiny", "length": "96", "anchors": "4", "block_size": "4", "chunk": "16", "layers": "1",
+    "documents": "2", "precision": "fp8", "packing": "mask", "optimizer": "muon", "rows": "2", "targets": "cpu",
+    "drafters": "cpu", "steps": "10", "sequence": None, "autotune": None, "compile_drafter": "whole", "runs": "1",
+    "against": "a.json", "target": "demo", "prompts": "p", "max_new_tokens": "3", "limit": "2", "temperature": "0.5",
+    "contexts": "64", "dtype": "bfloat16", "compile": "on", "picture": "p.png",
+}  # fmt: skip
+
+
+def test_every_option_is_refused_by_the_parts_that_do_not_use_it(capsys) -> None:
+    assert {*GIVEN, "drafter"} == set(cli_bench.USED_BY)
+    assert {*GIVEN, "drafter", "part", "device", "json_"} == set(inspect.signature(cli_bench.bench).parameters)
+    for name, value in GIVEN.items():
+        option = f"--{name.replace('_', '-')}"
+        used = cli_bench.USED_BY[name].split()
+        assert set(used) < set(cli_bench.PARTS)
+        for part in set(cli_bench.PARTS) - set(used):
+            assert main(["bench", part, option, *([value] if value is not None else [])]) == 2, (part, option)
+            assert f"bench {part}: {option} is of {', '.join(used)} (leave it out)" in capsys.readouterr().err
+
+
+def test_on_a_cpu_it_says_that_nothing_is_compiled(capsys) -> None:
+    sizes = ["--device", "cpu", "--geometry", "tiny", "--length", "96", "--layers", "1", "--runs", "1"]
+    for part, said in (("step", "attention: dense, eager"), ("target", "layers of the target: eager"), ("row", "both")):
+        assert main(["bench", part, *sizes]) == 0
+        text = capsys.readouterr().out
+        assert "compiling included" not in text
+        for line in ("attention: dense, eager", "layers of the target: eager"):
+            assert (f"  {line}\n" in text) == (said in (line, "both"))
+    assert main(["bench", "step", *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["attention"], result["compile_drafter"]) == ("dense, eager", None)

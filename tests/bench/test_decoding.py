@@ -71,6 +71,16 @@ def test_what_it_measures(target: Target, drafter: Path, tmp_path: Path) -> None
         draw(again, tmp_path / "none" / "p.png")
 
 
+def test_answers_without_rounds_are_named(target: Target, drafter: Path, tmp_path: Path) -> None:
+    result = bench_decode(load_drafter(drafter), target, [("one", TEXTS)], max_new_tokens=1, contexts=[16])
+    assert result["best_block_size"] is None
+    text = lines_of(result)
+    assert sum(line.endswith("no rounds: answers ended at their first token") for line in text) == 1 + 5
+    assert result["contexts"][0]["beyond_trained"] is None
+    assert any(line.startswith("S is not known") for line in text)
+    assert draw(result, tmp_path / "p.png").exists()
+
+
 def test_rounds_of_static_shape_have_the_figures_of_eager_ones(target: Target, drafter: Path) -> None:
     def measured(rounds: StaticRounds) -> dict[str, Any]:
         tasks = [("one", TEXTS)]
@@ -108,12 +118,14 @@ def test_the_command(drafter: Path, tiny_target: Path, tmp_path: Path, capsys: p
     assert "decoding: eager, because there are no CUDA graphs on cpu" in err
     assert (content["rounds"], content["rounds_eager_because"]) == ("eager", "there are no CUDA graphs on cpu")
     assert (tmp_path / "p.png").exists()
+    assert content["picture"] == str(tmp_path / "p.png")
     for wrong, message in (
         (["bench", "decode"], "needs DRAFTER"),
         ([*arguments, "--contexts", "many"], "not a list of numbers"),
         ([*arguments, "--contexts", "500"], "leaves no room for an answer"),
-        (["bench", "step", "drafter"], "takes no drafter"),
-        (["bench", "step", "--compile", "off"], "--compile is of decode"),
+        (["bench", "step", "drafter"], "DRAFTER is of decode"),
+        ([*arguments, "--picture", str(tmp_path / "none" / "p.png")], "cannot be written"),
+        ([*arguments, "--picture", str(tmp_path / "p.txt")], "not the name of a PNG"),
         ([*arguments, "--compile", "on"], "no CUDA graphs on cpu"),
     ):
         assert cli.main(wrong) == 2
@@ -135,3 +147,13 @@ def test_eval_says_how_rounds_ran(
     for wrong, message in ((["--compile", "on"], "CUDA graphs"), (["--compile", "on", "--parity"], "eager rounds")):
         assert cli.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_prompts_beyond_the_positions_are_left_out_by_name(target: Target, drafter: Path) -> None:
+    model = load_drafter(drafter)
+    prompts = [Prompt("p:1", text="the fox"), Prompt("p:2", text="the fox " * 600)]
+    result = bench_decode(model, target, [("task", prompts)], max_new_tokens=6)
+    assert result["tasks"][0]["answers"] == 1
+    (notice,) = result["notices"]
+    assert notice.startswith("left out, because the target has 512 positions: p:2 (")
+    assert f"note: {notice}" in lines_of(result)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.bench import pipeline as pipeline_module
 from draftsmith.bench.geometry import find_geometry
 from draftsmith.bench.parts import default_setting
-from draftsmith.bench.pipeline import PipelineSetting, bench_pipeline
-from draftsmith.bench.pipeline_figures import lines_of
+from draftsmith.bench.pipeline import STEPS_ON_CPU, PipelineSetting, bench_pipeline, plan_of
+from draftsmith.bench.pipeline_figures import WARM, Watch, figures, lines_of
 from draftsmith.bench.pipeline_trace import idle_shares
+from draftsmith.bench.results import compare
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.pipeline import topology as topology_module
@@ -67,6 +69,37 @@ def test_the_command_and_its_refusals(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "before.json")]) == 0
     assert main(["bench", "pipeline", "--targets", "cuda:9"]) == 2
     assert main(["bench", "step", "--targets", "cpu"]) == 2
+
+
+def test_gaps_are_those_between_ends_and_a_slower_run_is_a_regression(tmp_path: Path) -> None:
+    """The last end is told together with the one before: it is no gap, and not the measure of noise either."""
+    plan, steps = plan_of(small(steps=12), tmp_path), 12
+
+    def result(seconds: float) -> dict[str, Any]:
+        ends = [seconds * (number + 0.02 * (number % 3)) for number in range(steps - 1)]
+        ends.append(ends[-1] + 1e-4)
+        return figures(plan, Watch((), ends, [{}] * steps, list(range(steps))), steps)
+
+    before, after = result(0.1), result(0.2)
+    assert before["runs"] == steps - 2 - WARM
+    assert before["ms_min"] == pytest.approx(96)
+    assert compare(before, before)[0]
+    right, line = compare(after, before)
+    assert not right
+    assert "+100.0 %" in line
+
+
+def test_on_a_cpu_there_are_fewer_updates_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def bench(setting: PipelineSetting) -> dict[str, Any]:
+        asked.append(setting.steps)
+        raise UserError("enough")
+
+    monkeypatch.setattr(pipeline_module, "bench_pipeline", bench)
+    for options in ([], ["--steps", "20"]):
+        assert main(["bench", "pipeline", "--device", "cpu", *options]) == 2
+    assert asked == [STEPS_ON_CPU, 20]
 
 
 def test_more_drafters_than_rows_are_refused() -> None:

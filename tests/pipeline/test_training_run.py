@@ -91,6 +91,21 @@ def test_resuming_equals_never_having_stopped(tiny_run, optimizer: str) -> None:
     assert trainer_bytes(resumed.folder, 4) == trainer_bytes(whole.folder, 4)
 
 
+def test_what_watches_a_run_may_change_when_it_is_resumed(tiny_run) -> None:
+    """Among it is what an error of the compiled path names as its remedy; not a bit of what is learned changes."""
+    whole = train(tiny_run("whole"))
+    parts = tiny_run("parts")
+    train(parts)
+    shutil.rmtree(Path(parts.training.output) / "checkpoints" / "step-0000004")
+    watching = {"evidence": "warn", "on_recompile": "warn", "evidence_every": 1}
+    training = {"eval_every": 1, "eval_rows": 1, "activation_checkpointing": True}
+    resumed = train(tiny_run("parts", compile=watching, training=training), resume=True)
+    assert resumed.losses == whole.losses[2:]
+    assert trainer_bytes(resumed.folder, 4) == trainer_bytes(whole.folder, 4)
+    evaluated = [event["step"] for event in read_events(resumed.folder / "events.jsonl") if event["kind"] == "eval"]
+    assert evaluated == [2, 4, 3, 4]
+
+
 def test_a_time_limit_saves_and_the_rest_can_follow(tiny_run) -> None:
     config = tiny_run("limit", training={"steps": 3, "save_every": 0})
     first = train(config, max_minutes=0.0)

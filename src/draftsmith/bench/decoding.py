@@ -11,21 +11,24 @@ Cost: three decodings per prompt, one per prompt of the sample and block size, o
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.decode.evaluate import Evaluation, evaluate, stop_ids_of, take_turns
+from draftsmith.decode.evaluate import Evaluation, evaluate, leave_room, stop_ids_of, take_turns
 from draftsmith.decode.prompts import Prompt, encode_prompts
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
+from draftsmith.decode.rounds import answer_limit
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 
 SAMPLE = 8  # prompts at each block size and context
 CONTEXT_ANSWER = 64  # tokens decoded behind each context
 _WARM_UP = 8
+_NO_ROUNDS = "no rounds: answers ended at their first token"
 
 
 def bench_decode(
@@ -60,9 +63,11 @@ def bench_decode(
     _check_contexts(contexts, target.geometry.max_position_embeddings)
     sampling = sampling or {}
     rounds = StaticRounds(target) if rounds is None else rounds
-    results, sample = [], []
+    results, sample, notices = [], [], []
     for name, prompts in tasks:
-        asked = take_turns(target, prompts, max_new_tokens, template_options, rounds)
+        turns = take_turns(target, prompts, max_new_tokens, template_options, rounds)
+        asked, notes = leave_room(target, turns, max_new_tokens, template_options)
+        notices += notes
         encoded = encode_prompts(asked, target.tokenizer, template_options)
         sample += encoded[: max(1, SAMPLE // len(tasks))]
 
@@ -81,7 +86,8 @@ def bench_decode(
         proposer = GreedyProposer() if size == 1 else DrafterProposer(drafter, target.head(), size)
         runs = _decode_all(target, proposer, sample, max_new_tokens, sampling, rounds)
         by_size.append({"block_size": size, **_figures(runs)})
-    best = min(by_size, key=lambda entry: entry["seconds_per_token"])
+    timed = [entry for entry in by_size if _ran(entry)]
+    best = min(timed, key=lambda entry: entry["seconds_per_token"])["block_size"] if timed else None
     lengths = _by_context(
         drafter, target, tasks, contexts, sampling, trained_length, template_options, progress, rounds
     )
@@ -89,11 +95,12 @@ def bench_decode(
         "bench": "decode",
         "tasks": results,
         "block_sizes": by_size,
-        "best_block_size": best["block_size"],
+        "best_block_size": best,
         "trained_block_size": trained,
         "contexts": lengths,
         "trained_length": trained_length,
         "machine": _machine(target),
+        "notices": notices,
         **rounds.facts(),
         "way": rounds.line(),
     }
@@ -104,6 +111,9 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     names = (("answers", 8), ("τ", 7), ("τ/answer", 9), ("tok/s", 8), ("plain", 8), ("speed-up", 9), ("ms/round", 9))
     lines = [f"{'task':<16}" + "".join(f"{name:>{width}}" for name, width in names)]
     for task in result["tasks"]:
+        if not _ran(task):
+            lines.append(f"{task['task']:<16}{task['answers']:>8}  {_NO_ROUNDS}")
+            continue
         lines.append(
             f"{task['task']:<16}{task['answers']:>8}{task['tau']:>7.2f}{task['tau_per_response']:>9.2f}"
             f"{1 / task['seconds_per_token']:>8.0f}{1 / task['baseline_seconds_per_token']:>8.0f}"
@@ -119,6 +129,9 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     lines.append(f"{'block size':<16}{'τ':>7}{'tok/s':>8}{'speed-up':>9}{'ms/round':>9}")
     plain = result["block_sizes"][0]["seconds_per_token"]
     for entry in result["block_sizes"]:
+        if not _ran(entry):
+            lines.append(f"{entry['block_size']:<16}  {_NO_ROUNDS}")
+            continue
         mark = "  best here" if entry["block_size"] == result["best_block_size"] else ""
         lines.append(
             f"{entry['block_size']:<16}{entry['tau']:>7.2f}{1 / entry['seconds_per_token']:>8.0f}"
@@ -127,12 +140,35 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     if result["contexts"]:
         lines.append(f"{'context':<16}{'τ':>7}{'tok/s':>8}{'ms/round':>9}")
         for entry in result["contexts"]:
+            if not _ran(entry):
+                lines.append(f"{entry['context']:<16}  {_NO_ROUNDS}")
+                continue
             beyond = "  beyond the trained context" if entry["beyond_trained"] else ""
             lines.append(
                 f"{entry['context']:<16}{entry['tau']:>7.2f}{1 / entry['seconds_per_token']:>8.0f}"
                 f"{1e3 * entry['seconds_per_round']:>9.2f}{beyond}"
             )
-    return [*lines, result["way"]]
+        if result["trained_length"] is None:
+            lines.append("S is not known: none is marked as beyond the trained context (a run's checkpoint knows it)")
+    return [*lines, *(f"note: {notice}" for notice in result["notices"]), result["way"]]
+
+
+def _ran(entry: dict[str, Any]) -> bool:
+    """Whether a task, block size or context had rounds to time."""
+    return bool(entry["tau"])
+
+
+def check_picture(path: Path) -> None:
+    """Raises UserError where `draw` could not write, before anything is decoded."""
+    if path.suffix.lower() != ".png":
+        raise UserError("is not the name of a PNG", where=str(path), fix="end it in .png")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:
@@ -154,7 +190,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     panels[0].set(xlabel="slot", ylabel="share of blocks accepted so far", ylim=(0, 1), title="acceptance by position")
     panels[0].legend(frameon=False, fontsize=8)
     names = [task["task"] for task in result["tasks"]]
-    taus = [task["tau"] for task in result["tasks"]]
+    taus = [task["tau"] or 0.0 for task in result["tasks"]]
     bars = panels[1].bar(names, taus, color="#1f6feb")
     panels[1].bar_label(bars, fmt="%.2f")
     panels[1].axhline(1, color="grey", linewidth=1)
@@ -213,7 +249,7 @@ def _by_context(
             for place in range(min(SAMPLE // 2, len(texts)))
         ]
         runs = _decode_all(target, proposer, prompts, tokens, sampling, rounds)
-        beyond = trained_length is not None and context > trained_length
+        beyond = None if trained_length is None else context > trained_length
         result.append({"context": context, "beyond_trained": beyond, "prompts": len(prompts), **_figures(runs)})
     return result
 
@@ -249,22 +285,28 @@ def _decode_all(
     seed = sampling.get("seed", 0)
     options = {key: value for key, value in sampling.items() if key != "seed"}
     options |= {"stop_ids": stop_ids_of(target), "rounds": rounds}
-    decode(target, prompts[0], proposer, max_new_tokens=min(tokens, _WARM_UP), **options)
+    first = answer_limit(target, prompts[0], min(tokens, _WARM_UP), "prompt 1")
+    decode(target, prompts[0], proposer, max_new_tokens=first, **options)
     return [
-        decode(target, prompt, proposer, max_new_tokens=tokens, seed=seed + number, **options)
+        decode(
+            target,
+            prompt,
+            proposer,
+            max_new_tokens=answer_limit(target, prompt, tokens, f"prompt {number + 1}"),
+            seed=seed + number,
+            **options,
+        )
         for number, prompt in enumerate(prompts)
     ]
 
 
-def _figures(runs: Sequence[Decoded]) -> dict[str, float]:
-    """Pooled τ, seconds per decoded token and per round; prefill excluded."""
+def _figures(runs: Sequence[Decoded]) -> dict[str, float | None]:
+    """Pooled τ, seconds per decoded token and per round, prefill excluded; None where there were no rounds."""
     tokens = sum(len(run.tokens) - 1 for run in runs)
     rounds, seconds = sum(run.target_forwards for run in runs), sum(run.seconds for run in runs)
-    return {
-        "tau": tokens / rounds if rounds else 0.0,
-        "seconds_per_token": seconds / max(1, tokens),
-        "seconds_per_round": seconds / max(1, rounds),
-    }
+    if not rounds:
+        return {"tau": None, "seconds_per_token": None, "seconds_per_round": None}
+    return {"tau": tokens / rounds, "seconds_per_token": seconds / tokens, "seconds_per_round": seconds / rounds}
 
 
 def _machine(target: Any) -> dict[str, Any]:

@@ -131,8 +131,9 @@ def bench_step(setting: Setting) -> dict[str, Any]:
         tflop_by_part={name: value / 1e12 for name, value in flops.items()},
         real_tokens_per_second=cpu_batch.real_tokens / (timing.median * 1e-3),
         taught=cpu_batch.taught,
+        attention=setting.way,
         cold_seconds=cold,
-        compile_drafter=setting.compile_drafter,
+        compile_drafter=setting.compile_drafter if setting.attention == "flex" else None,
         **peak,
     )
 
@@ -245,4 +246,4 @@ def default_setting(geometry: TargetGeometry, device: torch.device, name: str = 
         return Setting(geometry, device, 4096, 512, 16, 5, 2048, 8, name=name)
     small = twin(geometry)
     name = name if small is geometry else f"small twin of {name or geometry.model_type}"
-    return Setting(small, device, 256, 32, 8, 2, 256, 4, runs=3, name=name)
+    return Setting(small, device, 256, 32, 8, 2, 256, 4, runs=5, name=name)

@@ -33,7 +33,7 @@ from draftsmith.drafter.model import DraftModel
 from draftsmith.objective import Sums
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import balance_of
-from draftsmith.pipeline.compiling import cache_folder
+from draftsmith.pipeline.compiling import cache_folder, check_cache
 from draftsmith.pipeline.jobs import Job, JobSequence
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.measure import measure_costs, rough_weights, settle
@@ -54,6 +54,8 @@ from draftsmith.training.step import Replica
 from draftsmith.training.update import ReplicaUpdate, make_updates, total_sums
 
 POOL = 8  # different rows
+STEPS = 24
+STEPS_ON_CPU = 10  # the largest geometry without a twin ends within a minute
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class PipelineSetting:
     targets: tuple[str, ...]
     drafters: tuple[str, ...]
     rows: int = 0
-    steps: int = 24
+    steps: int = STEPS
     prefetch: int = 2
     queue: int = 2
     sequence: bool = False
@@ -155,7 +157,9 @@ def bench_pipeline(bench: PipelineSetting) -> dict[str, Any]:
     began = time.perf_counter()
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="draftsmith-bench-") as scratch:
-        plan, loaded = _settled(bench, plan_of(bench, Path(scratch)), Path(scratch))
+        plan = plan_of(bench, Path(scratch))
+        check_cache(plan)
+        plan, loaded = _settled(bench, plan, Path(scratch))
         torch.set_num_threads(plan.topology.cpu_threads)
         if plan.compiled:
             cache.use(cache_folder(plan))

@@ -5,7 +5,7 @@ Figures are taken between the updates that fill the queues and the last one, fro
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.setting import GIB
+from draftsmith.bench.timing import Timing
 from draftsmith.observe.events import Event
 from draftsmith.pipeline.clock import KINDS
 from draftsmith.pipeline.costs import Costs, choose, seconds_per_update
@@ -57,7 +58,8 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
     """Speed and shares between the last warm update and the last."""
     first, last = WARM, steps - 2  # the last one's end is told together with the one before
     seconds = watch.ends[last] - watch.ends[first]
-    gaps = [1e3 * (late - early) for early, late in zip(watch.ends[first:], watch.ends[first + 1 :], strict=False)]
+    ends = watch.ends[first : last + 1]
+    gaps = [1e3 * (late - early) for early, late in itertools.pairwise(ends)]
     rows = plan.sequence.own_rows * (last - first)
     shares = {
         worker: {kind: round((now[kind] - watch.spent[first][worker][kind]) / seconds, 4) for kind in KINDS}
@@ -69,10 +71,7 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
         "bench": "pipeline",
         "device": torch.cuda.get_device_name(cuda[0]) if cuda else "cpu",
         "torch": torch.__version__,
-        "ms": statistics.median(gaps),
-        "ms_min": min(gaps),
-        "ms_max": max(gaps),
-        "runs": len(gaps),
+        **Timing.of(gaps).to_json(),
         "ms_per_row": 1e3 * seconds / rows,
         "tokens_per_second": (watch.tokens[last] - watch.tokens[first]) / seconds,
         "shape": {

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
 
+SURE = 3.0  # standard errors that a difference must be beyond
+# Normally scattered, σ is 1.4826 median deviations, and a median's standard error √(π/2)·σ/√n. Neither this nor the
+# median is moved by a run out of line, as the distance from the shortest to the longest would be.
+_OF_DEVIATION = 1.4826 * math.sqrt(math.pi / 2)
+
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]:
-    """(no regression, one line): slower only counts when it is outside both runs' own spread and 2 %.
+    """(no regression, one line): slower only counts beyond 2 % and what the two medians are uncertain by.
 
     Raises:
         UserError: the earlier result is of another benchmark or shape.
@@ -19,14 +25,18 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]
         if result[what] != earlier[what]:
             raise UserError(f"the earlier {what} is {earlier[what]}, not {result[what]}", where="--against")
     before, now = float(earlier["ms"]), float(result["ms"])
-    noise = max(
-        0.02 * before,
-        float(earlier["ms_max"]) - float(earlier["ms_min"]),
-        float(result["ms_max"]) - float(result["ms_min"]),
-    )
+    noise = max(0.02 * before, SURE * math.hypot(_standard_error(earlier), _standard_error(result)))
     change = f"{before:.2f} ms before, {now:.2f} ms now ({100 * (now / before - 1):+.1f} %, noise {noise:.2f} ms)"
     other = [earlier[what] for what in ("device", "torch") if earlier.get(what) not in (None, result.get(what))]
-    return now - before <= noise, change + (f"; before: {', '.join(other)}" if other else "")
+    change += f"; before: {', '.join(other)}" if other else ""
+    if earlier.get("ms_deviation") is None:
+        change += "; the earlier result does not say how its runs scattered, so noise is this one's alone"
+    return now - before <= noise, change
+
+
+def _standard_error(result: dict[str, Any]) -> float:
+    """Of the median, in ms, as if runs scattered normally; 0 where a result does not say how they did."""
+    return _OF_DEVIATION * float(result.get("ms_deviation") or 0.0) / math.sqrt(float(result.get("runs") or 1))
 
 
 def read_result(path: Path, part: str) -> dict[str, Any]:
@@ -38,7 +48,7 @@ def read_result(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
-        found |= {key: content.get(key) for key in ("device", "torch")}
+        found |= {key: content.get(key) for key in ("ms_deviation", "runs", "device", "torch")}
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -46,6 +56,10 @@ def read_result(path: Path, part: str) -> dict[str, Any]:
     if found["bench"] != part:
         raise UserError(f"is a result of bench {found['bench']}, not of bench {part}", where=str(path))
     return found
+
+
+def _compiled(result: dict[str, Any]) -> bool:
+    return any("compiled" in result.get(key, "") for key in ("attention", "target_layers"))
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
@@ -71,8 +85,10 @@ def lines_of(result: dict[str, Any]) -> list[str]:
         "gb_per_second": "GB/s of unavoidable traffic",
         "taught": "taught slots",
         "eager_ms": "ms with uncompiled layers",
-        "cold_seconds": "s for the first one, compiling included",
+        "cold_seconds": "s for the first one" + (", compiling included" if _compiled(result) else ""),
     }
+    ways = (("attention", "attention"), ("target_layers", "layers of the target"))
+    lines += [f"  {name}: {result[key]}" for key, name in ways if key in result]
     if "share_of_bandwidth" in result:
         lines.append(
             f"  {100 * result['share_of_bandwidth']:.0f} % of what a copy reaches "

@@ -84,8 +84,9 @@ def bench_row(setting: Setting) -> dict[str, Any]:
     gate, target = Gate(), random_target(setting)
     taps, row, cpu_batch = setting.spec().taps, setting.row(), setting.batch()
     replica = make_replica(setting, gate, target.head())
+    target_compiled = setting.device.type == "cuda" and RECURRENT not in target.kinds
     if setting.device.type == "cuda":
-        if RECURRENT not in target.kinds:
+        if target_compiled:
             region = Region("bench target", run_layer, gate=gate, device=setting.device, **setting.compile_options)
             target.compile_layers(region)
         cpu_batch = cpu_batch.pin()
@@ -112,6 +113,8 @@ def bench_row(setting: Setting) -> dict[str, Any]:
         flops + sum(draft_flops(setting, cpu_batch).values()),
         real_tokens_per_second=cpu_batch.real_tokens / (timing.median * 1e-3),
         taught=cpu_batch.taught,
+        attention=setting.way,
+        target_layers="compiled" if target_compiled else "eager",
         packing=target.packing,
         host_waits=waits,
         shape={"precision": setting.precision, "packing": target.packing},

@@ -65,6 +65,11 @@ class Setting:
         return "flex" if self.device.type == "cuda" else "dense"
 
     @property
+    def way(self) -> str:
+        """How the drafter runs, as a run's plan says it."""
+        return f"{self.attention}, {'compiled' if self.attention == 'flex' else 'eager'}"
+
+    @property
     def compile_options(self) -> dict[str, Any]:
         """For regions."""
         return {"mode": "max-autotune-no-cudagraphs"} if self.autotune else {}

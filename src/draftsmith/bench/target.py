@@ -61,6 +61,7 @@ def bench_target(setting: Setting) -> dict[str, Any]:
         setting,
         timing,
         target_flops(setting.geometry, max(taps) + 1, setting.length, setting.documents),
+        target_layers="compiled" if compiles else "eager",
         layers_run=max(taps) + 1,
         packing=target.packing,
         packing_reason=target.packing_reason,

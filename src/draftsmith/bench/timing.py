@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,35 @@ HOST_RUNS = 5
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over several runs."""
+    """Milliseconds over several runs.
+
+    Attributes:
+        median, low, high: of the runs.
+        deviation: median distance from the median; a run out of line does not change it.
+        runs: how many.
+    """
 
     median: float
     low: float
     high: float
+    deviation: float
     runs: int
 
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """Of the runs' milliseconds."""
+        median = statistics.median(times)
+        deviation = statistics.median(abs(time - median) for time in times)
+        return cls(median, min(times), max(times), deviation, len(times))
+
     def to_json(self) -> dict[str, float]:
-        return {"ms": self.median, "ms_min": self.low, "ms_max": self.high, "runs": self.runs}
+        return {
+            "ms": self.median,
+            "ms_min": self.low,
+            "ms_max": self.high,
+            "ms_deviation": self.deviation,
+            "runs": self.runs,
+        }
 
 
 def measure(work: Callable[[], object], device: torch.device, *, warmups: int = 3, runs: int = 10) -> Timing:
@@ -43,7 +63,7 @@ def measure(work: Callable[[], object], device: torch.device, *, warmups: int = 
             began = time.perf_counter()
             work()
             times.append(1e3 * (time.perf_counter() - began))
-    return Timing(statistics.median(times), min(times), max(times), runs)
+    return Timing.of(times)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

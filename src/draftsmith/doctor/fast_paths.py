@@ -65,22 +65,30 @@ def check(config: RunConfig) -> list[Finding]:
 
 
 def _drafter(config: RunConfig) -> Iterator[Finding]:
-    on_cuda = torch.cuda.is_available() and any(not name.startswith("cpu") for name in config.pipeline.drafters)
-    if not on_cuda:
-        yield Finding("drafter attention", "ok", "dense, on the CPU by name")
+    on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
+    attention, enabled = config.drafter.attention, config.compile.enabled
+    if attention == "flex" and not on_cuda:
+        yield Finding("drafter attention", "bad", "flex attention cannot learn on the CPU", "drafter.attention=auto")
         return
-    if config.drafter.attention == "dense":
+    dense = attention == "dense" or not on_cuda
+    if dense and on_cuda:
         text = "dense on CUDA, as configured: memory and time grow with Q x S"
         yield Finding("drafter attention", "warn", text, "drafter.attention=flex")
-        return
-    if config.compile.enabled == "off":
+    if not dense and enabled == "off":
         yield Finding("drafter attention", "bad", "flex without compiling computes all scores", "compile.enabled=on")
         return
-    problem = compiles(torch.device("cuda", 0))
+    compiled = not dense or enabled == "on"
+    way = f"{'dense' if dense else 'flex'}, {'compiled' if compiled else 'eager'}"
+    way += "" if on_cuda else ", on the CPU by name"
+    problem = compiles(torch.device("cuda", 0) if on_cuda else torch.device("cpu")) if compiled else ""
     if problem:
-        yield Finding("drafter attention", "bad", f"a compiled function does not run compiled: {problem}")
+        mend = "a C++ compiler: apt-get install g++, and unset CXX if it names another" + (
+            "; or compile.enabled=auto, which is eager here" if dense else "; see triton and environment variables"
+        )
+        yield Finding("drafter attention", "bad", f"{way}: a tiny function does not run compiled: {problem}", mend)
     else:
-        yield Finding("drafter attention", "ok", "flex, compiled; a tiny compiled function was seen to run compiled")
+        seen = "; a tiny compiled function was seen to run compiled" if compiled else ""
+        yield Finding("drafter attention", "ok", f"{way}{seen}")
 
 
 def _precision(config: RunConfig) -> Iterator[Finding]:
@@ -163,7 +171,8 @@ def linear_attention(text: Any, device: torch.device, count: int) -> list[Findin
         entered = modules_entered(lambda: model(tokens, use_cache=False))
     except Exception as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [Finding("target layers", "bad", f"a tiny {text.model_type} does not run on {device}: {problem}")]
+        text_ = f"a tiny {text.model_type} does not run on {device}: {problem}"
+        return [Finding("target layers", "bad", text_, "pip install --upgrade transformers")]
     return [_linear_finding(kernel, text, device, count, entered, model) for kernel in KERNELS]
 
 
@@ -178,7 +187,7 @@ def _linear_finding(
     version = _installed(kernel.package)
     if device.type != "cuda":
         text_ = f"{layers} runs in plain PyTorch: {kernel.package} needs a GPU; slow-down not measured"
-        return Finding("target layers", "warn", text_)
+        return Finding("target layers", "warn", text_, "pipeline.targets=cuda:0, on a machine with a GPU")
     if version is None:
         text_ = f"{layers} runs in plain PyTorch: {kernel.package} is not installed; slow-down not measured"
         return Finding("target layers", "bad", text_, f"pip install {kernel.package}")

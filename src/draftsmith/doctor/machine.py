@@ -43,13 +43,16 @@ _OFF = ("", "0", "false", "False", "no")
 
 def check(config: RunConfig | None = None) -> list[Finding]:
     """All findings about the machine."""
-    return [*_versions(), *_gpus(config), *_room(config), *_folders(), *variables(os.environ)]
+    return [*_versions(), *_gpus(config), *_room(config), *_folders(config), *variables(os.environ)]
 
 
 def _versions() -> Iterator[Finding]:
     supported = (3, 10) <= sys.version_info[:2] <= (3, 14)
     text = f"{platform.python_version()} in {sys.prefix}"
-    yield Finding("python", "ok" if supported else "warn", text if supported else f"{text}; tested with 3.10 to 3.14")
+    if supported:
+        yield Finding("python", "ok", text)
+    else:
+        yield Finding("python", "warn", f"{text}; tested with 3.10 to 3.14", "python3.12 -m venv .venv")
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     yield Finding("torch", "ok", f"{torch.__version__}, {build}")
     if not torch.version.cuda:
@@ -77,13 +80,19 @@ def _gpus(config: RunConfig | None) -> Iterator[Finding]:
             mend = "nvidia-smi; python -c 'import torch; torch.cuda.init()' says why torch sees no GPU"
             yield Finding("gpu", "bad", f"the config asks for {', '.join(cuda_wanted)}; torch sees no GPU", mend)
         else:
-            yield Finding("gpu", "ok", "none: dense attention, eager, on the CPU by name")
+            way = "compiled" if config is not None and config.compile.enabled == "on" else "eager"
+            yield Finding("gpu", "ok", f"none: dense attention, {way}, on the CPU by name")
         return
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
         text = f"cuda:{index} {torch.cuda.get_device_name(index)} sm_{major}{minor}, {free / GIB:.1f} of "
-        yield Finding("gpu", "ok" if free > 0.5 * total else "warn", f"{text}{total / GIB:.1f} GiB free")
+        text = f"{text}{total / GIB:.1f} GiB free"
+        if free > 0.5 * total:
+            yield Finding("gpu", "ok", text)
+        else:
+            mend = f"nvidia-smi --id={index} names the processes that hold it: end them, or choose another device"
+            yield Finding("gpu", "warn", text, mend)
         if (major, minor) < (8, 0):
             yield Finding("gpu", "warn", f"cuda:{index} has no bfloat16 matmuls in hardware", "training.dtype=float32")
     if count > 1:
@@ -93,8 +102,12 @@ def _gpus(config: RunConfig | None) -> Iterator[Finding]:
             for other in range(count)
             if one != other and not torch.cuda.can_device_access_peer(one, other)
         ]
-        text = f"every pair of {count} GPUs" if not blind else f"none between {', '.join(blind)}: copies pass the host"
-        yield Finding("peer access", "warn" if blind else "ok", text)
+        if blind:
+            mend = "nvidia-smi topo --matrix shows how they are joined: give both roles to GPUs that reach each other"
+            text = f"none between {', '.join(blind)}: copies pass the host"
+            yield Finding("peer access", "warn", text, mend)
+        else:
+            yield Finding("peer access", "ok", f"every pair of {count} GPUs")
 
 
 def _room(config: RunConfig | None) -> Iterator[Finding]:
@@ -108,19 +121,34 @@ def _room(config: RunConfig | None) -> Iterator[Finding]:
         yield Finding(f"disk, {name}", "ok" if enough else "warn", f"{free:.1f} GiB free in {place}", mend)
     available = _memory_available()
     if available is not None:
-        yield Finding("memory", "ok" if available > 4 * GIB else "warn", f"{available / GIB:.1f} GiB available")
+        few = available <= 4 * GIB
+        mend = "ps aux --sort=-rss | head shows what holds it; pipeline.prefetch=1 pipeline.queue=1 need less" * few
+        yield Finding("memory", "warn" if few else "ok", f"{available / GIB:.1f} GiB available", mend)
 
 
-def _folders() -> Iterator[Finding]:
-    for name, place in (("compile cache", root_folder()), ("inductor cache", inductor_folder())):
-        there = _existing(place)
-        if os.access(there, os.W_OK | os.X_OK):
-            yield Finding(name, "ok", str(place))
+def _folders(config: RunConfig | None) -> Iterator[Finding]:
+    places = [
+        ("compile cache", root_folder(), "DRAFTSMITH_CACHE_DIR"),
+        ("inductor cache", inductor_folder(), "TORCHINDUCTOR_CACHE_DIR"),
+    ]
+    if config is not None:
+        places.append(("run folder", Path(config.training.output), "training.output"))
+    for name, place, setting in places:
+        problem = _unwritable(place)
+        if problem:
+            mend = f"set {setting} to a folder that you may write, or make this one so: ls -ld {_existing(place)}"
+            yield Finding(name, "bad", f"{place} cannot be written: {problem}", mend)
         else:
-            mend = f"chown {os.getuid()} {there}, or set " + (
-                "DRAFTSMITH_CACHE_DIR" if name == "compile cache" else "TORCHINDUCTOR_CACHE_DIR"
-            )
-            yield Finding(name, "bad", f"{there} cannot be written", mend)
+            yield Finding(name, "ok", str(place))
+
+
+def _unwritable(place: Path) -> str:
+    """Why no file can be made there or in the nearest folder above, found out by making one; "" if one can."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(place)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def variables(environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
@@ -142,7 +170,7 @@ def variables(environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
 def _existing(place: Path) -> Path:
     """The place, or the nearest folder above it that is there."""
     place = place.absolute()
-    while not place.exists():
+    while not os.path.exists(place):
         place = place.parent
     return place
 

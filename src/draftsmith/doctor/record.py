@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,35 @@ def read_record(run: Path) -> dict[str, Any]:
         raise UserError("no record of an environment here: not a run folder?", where=str(path)) from None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
-    if not isinstance(content, dict):
-        raise UserError("holds no record", where=str(path))
+    problem = _damage(content)
+    if problem:
+        raise UserError(f"is no record of an environment: {problem}", where=str(path))
     return content
+
+
+def _damage(content: Any) -> str:
+    """What a record lacks that `against` and `restore` read; "" where it is whole."""
+    if not isinstance(content, dict):
+        return "it is not a mapping"
+    machine, checkout = content.get("machine"), content.get("commit")
+    parts: dict[str, Any] = {
+        "machine": machine,
+        "packages": content.get("packages"),
+        "machine.environment": machine.get("environment") if isinstance(machine, dict) else None,
+        "commit": {"id": ""} if checkout is None else checkout,
+    }
+    for name, value in parts.items():
+        if not isinstance(value, dict):
+            return f"{name} is not a mapping"
+    if not isinstance(parts["commit"].get("untracked", []), list):
+        return "commit.untracked is not a list"
+    texts = {
+        "draftsmith": content.get("draftsmith"),
+        "commit.id": parts["commit"].get("id"),
+        **{f"packages.{name}": version for name, version in parts["packages"].items()},
+        **{f"machine.environment.{name}": value for name, value in parts["machine.environment"].items()},
+    }
+    return next((f"{name} is not a text" for name, value in texts.items() if not isinstance(value, str)), "")
 
 
 def against(run: Path) -> list[str]:
@@ -39,34 +67,57 @@ def against(run: Path) -> list[str]:
 def restore(run: Path) -> list[str]:
     """Commands for a clean environment and checkout like that run's.
 
-    What cannot be restored by commands (driver, GPU, uncommitted changes) is said in comment lines.
+    What cannot be restored by commands (driver, GPU, uncommitted changes, own builds) is said in comment lines.
     """
     record = read_record(run)
-    machine = record.get("machine", {})
+    machine = record["machine"]
     python = str(machine.get("python", "3"))
     lines = [f"# as {run} ran: Python {python}, torch {machine.get('torch')}, GPUs {machine.get('gpus') or 'none'}"]
     if machine.get("driver"):
         lines.append(f"# NVIDIA driver {machine['driver']}: not restored by these commands")
-    checkout = record.get("commit")
+    checkout = record["commit"] if record.get("commit") else None
     if checkout:
-        lines.append(f"git worktree add ../draftsmith-{checkout['id'][:12]} {checkout['id']}")
-        lines.append(f"cd ../draftsmith-{checkout['id'][:12]}")
-        if checkout.get("changes"):
-            lines.append(f"# the run had changes that were not committed (hash {checkout['changes']})")
-    lines.append(f"python{'.'.join(python.split('.')[:2])} -m venv .venv")
-    packages = {name: version for name, version in record.get("packages", {}).items() if name != "draftsmith"}
-    torch = packages.pop("torch", None)
-    tooling = {name: packages.pop(name) for name in ("pip", "setuptools", "wheel") if name in packages}
-    lines += [f".venv/bin/pip install {name}=={version}" for name, version in tooling.items() if name == "pip"]
-    if torch:
-        version, _, build = torch.partition("+")
-        index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-        lines.append(f".venv/bin/pip install torch=={version}{index}")
-    pins = " ".join(f"{name}=={version}" for name, version in packages.items() if "+" not in version)
-    lines.append(f".venv/bin/pip install --no-deps {pins}")
-    lines.append(
-        ".venv/bin/pip install --no-deps " + ("--editable ." if checkout else f"draftsmith=={record['draftsmith']}")
-    )
-    environment = machine.get("environment", {})
-    lines += [f"export {name}='{value}'" for name, value in environment.items()]
+        lines += _checkout(checkout)
+    lines.append(f"python{shlex.quote('.'.join(python.split('.')[:2]))} -m venv .venv")
+    lines += _installs({name: version for name, version in record["packages"].items() if name != "draftsmith"})
+    ours = "--editable ." if checkout else shlex.quote(f"draftsmith=={record['draftsmith']}")
+    lines.append(f".venv/bin/pip install --no-deps {ours}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in machine["environment"].items()]
     return lines
+
+
+def _checkout(commit: dict[str, Any]) -> list[str]:
+    """The run's sources in a folder of their own; what git did not keep of them is said."""
+    folder = shlex.quote(f"../draftsmith-{commit['id'][:12]}")
+    lines = [f"git worktree add {folder} {shlex.quote(commit['id'])}", f"cd {folder}"]
+    if commit.get("changes"):
+        lines.append(f"# the run had changes that were not committed (hash {commit['changes']}): not restored")
+    if commit.get("untracked"):
+        names = ", ".join(map(str, commit["untracked"]))
+        lines.append(f"# the run had source files that git did not track: {names}: not restored")
+    return lines
+
+
+def _installs(packages: dict[str, str]) -> list[str]:
+    """Commands for all packages, torch from its own index; builds that no index holds are said."""
+    packages = dict(packages)
+    tooling: dict[str, str] = {name: packages.pop(name) for name in ("pip", "setuptools", "wheel") if name in packages}
+    torch = packages.pop("torch", "")
+    version, _, build = torch.partition("+")
+    local = {name: each for name, each in packages.items() if "+" in each}
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    if build and not re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build):
+        local, torch = {"torch": torch, **local}, ""
+    lines = [_pip(tooling)] if tooling else []
+    lines += [f"{_pip({'torch': version})}{index}"] if torch else []
+    if local:
+        names = ", ".join(f"{name} {each}" for name, each in local.items())
+        lines.append(f"# builds of somebody's own, which no index holds: {names}: not restored")
+    pins = {name: each for name, each in packages.items() if name not in local}
+    return [*lines, _pip(pins, "--no-deps ")] if pins else lines
+
+
+def _pip(pins: dict[str, str], options: str = "") -> str:
+    return f".venv/bin/pip install {options}" + " ".join(
+        shlex.quote(f"{name}=={version}") for name, version in pins.items()
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import draftsmith
-from draftsmith.compiled.machine import source_hash
+from draftsmith.compiled.machine import harmless_environment, source_hash
 from draftsmith.pipeline.compiling import machine_facts
 
 SOURCES = Path(draftsmith.__file__).parent
@@ -22,12 +22,13 @@ SOURCES = Path(draftsmith.__file__).parent
 
 def environment_record() -> dict[str, Any]:
     """All facts, as JSON can hold them. Costs some 100 ms: every installed distribution is read."""
+    machine = machine_facts()
     return {
         "draftsmith": draftsmith.__version__,
         "sources": source_hash([SOURCES]),
         "commit": commit(),
         "executable": sys.executable,
-        "machine": machine_facts(),
+        "machine": {**machine, "environment": {**harmless_environment(), **machine["environment"]}},
         "packages": packages(),
     }
 
@@ -43,12 +44,16 @@ def packages() -> dict[str, str]:
 
 
 def commit() -> dict[str, Any] | None:
-    """Commit of the checkout that the sources lie in and a hash of what is not committed; None outside a checkout."""
+    """Commit of the checkout that the sources lie in, a hash of what is not committed, and source files that git does
+    not know; None outside a checkout. A repository that only has an environment inside it does not count."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         where = str(SOURCES)
+        _git(where, "ls-files", "--error-unmatch", "--", "__init__.py")
         head = _git(where, "rev-parse", "HEAD")
         changes = _git(where, "diff", "HEAD", "--", where)
-        return {"id": head.strip(), "changes": hashlib.sha256(changes.encode()).hexdigest()[:16] if changes else ""}
+        untracked = _git(where, "ls-files", "--others", "--exclude-standard", "--", where)
+        found = {"id": head.strip(), "changes": hashlib.sha256(changes.encode()).hexdigest()[:16] if changes else ""}
+        return {**found, **({"untracked": sorted(untracked.splitlines())} if untracked else {})}
     return None
 
 
