@@ -52,8 +52,16 @@ def export(
 ) -> int:
     """Write a drafter in a layout that serving engines load, with a model card; or check one (export check DIR)."""
     if drafter == "check":
+        given: dict[str, Any] = {"--layout": layout != "zlab", "--verifier": verifier, "--dtype": dtype != "as-is"}
+        given |= {"--evaluation": evaluation, "--licence": licence, "--target-licence": target_licence}
+        given |= {"--data-licence": data_licence, "--push": push, "--private": private}
+        refuse_options("export check writes nothing", given)
         return _check(output, target, gguf_file, tuple(engine or ()), json_)
-    from draftsmith.export.card import Licences, find_run, model_card, read_evaluation
+    refuse_options("only export check asks about engines", {"--engine": engine})
+    _refuse_gguf(target, gguf_file)
+    if push is None:
+        refuse_options("without --push no repository is made", {"--private": private})
+    from draftsmith.export.card import Licences, claim, find_run, model_card, read_evaluation
     from draftsmith.export.convert import convert_drafter
     from draftsmith.export.hub import fetch
     from draftsmith.export.hub import push as upload
@@ -66,7 +74,11 @@ def export(
         target, gguf_file = run.config["target"]["path"], run.config["target"].get("gguf_file")
     facts = _target_facts(target, gguf_file, verifier)
 
+    notes: list[str] = []
+
     def card(result: Converted) -> str:
+        for (task, figures), (_, path) in zip(evaluations, measured, strict=True):
+            notes.extend(claim(figures, result, verifier or target, f"--evaluation {task}={path}"))
         licences = Licences(licence, target_licence, data_licence)
         name = verifier or target
         return model_card(result, target=name, run=run, evaluations=evaluations, licences=licences)
@@ -80,7 +92,8 @@ def export(
         dtype=_dtype(dtype),
         card=card,
     )
-    lines, content = result.lines(), result.to_json()
+    lines, content = [*result.lines(), *(f"note: {note}" for note in notes)], result.to_json()
+    content["notices"] += notes
     if push is not None:
         content["pushed"] = upload(output, push, private=private)
         lines.append(f"pushed: {content['pushed']}")
@@ -93,6 +106,7 @@ def _check(folder: Path, target: str | None, gguf_file: str | None, engines: tup
     from draftsmith.export.engines import ENGINES
     from draftsmith.export.lint import lint
 
+    _refuse_gguf(target, gguf_file)
     for name in engines:
         if name not in ENGINES:
             raise UserError(f"no such engine: {name!r}", where="--engine", fix=f"one of {', '.join(ENGINES)}")
@@ -144,9 +158,12 @@ def chat(
 ) -> int:
     """Talk to a target while its drafter drafts: accepted words coloured by slot, τ and speed as they come."""
     from rich.console import Console
+    from rich.text import Text
 
+    if not temperature:
+        refuse_options("without --temperature nothing is sampled", {"--top-k": top_k, "--top-p": top_p != 1.0})
     from draftsmith.config import TargetConfig
-    from draftsmith.decode.chat import Chat, converse
+    from draftsmith.decode.chat import Chat, answer, converse, legend, tell
     from draftsmith.decode.static import StaticRounds
     from draftsmith.drafter.native import load_drafter
     from draftsmith.export.hub import fetch
@@ -162,19 +179,17 @@ def chat(
     rounds = StaticRounds(frozen, compile)
     talk = Chat(frozen, model, max_new_tokens=max_new_tokens, block_size=block_size, sampling=sampling, rounds=rounds)
     console = Console(highlight=False)
-    asked = iter([] if prompt is None else [prompt])
 
     def ask() -> str:
-        if prompt is None:
-            # What is no UTF-8 arrives as lone surrogates, which no tokenizer takes.
-            return console.input("[bold]> [/bold]").encode("utf-8", "replace").decode("utf-8")
-        try:
-            return next(asked)
-        except StopIteration:
-            raise EOFError from None
+        # What is no UTF-8 arrives as lone surrogates, which no tokenizer takes.
+        return console.input(Text("> ", style="bold")).encode("utf-8", "replace").decode("utf-8")
 
-    converse(talk, frozen, console, ask)
-    console.print(rounds.line(), style="dim")
+    if prompt is None:
+        converse(talk, frozen, console, ask)
+    else:
+        console.print(legend(talk.block_size))
+        answer(talk, frozen, console, prompt)
+    tell(console, rounds.line())
     return 0
 
 
@@ -196,6 +211,23 @@ def _device(device: str, dtype: str) -> tuple[Any, Any]:
     return place, getattr(torch, dtype)
 
 
+def refuse_options(why: str, given: dict[str, Any]) -> None:
+    """Raises UserError if any option is given where it would have no effect.
+
+    Args:
+        why: nothing comes of them.
+        given: option → its value, false where it was left alone.
+    """
+    idle = [name for name, value in given.items() if value]
+    if idle:
+        raise UserError(f"{why}: {', '.join(idle)} would do nothing", where="command line", fix="leave it out")
+
+
+def _refuse_gguf(target: str | None, gguf_file: str | None) -> None:
+    if target is None:
+        refuse_options("without --target there is no GGUF file to take", {"--gguf-file": gguf_file})
+
+
 def _target_config(target: str, gguf_file: str | None) -> TargetConfig:
     from draftsmith.config import TargetConfig
 
@@ -204,6 +236,7 @@ def _target_config(target: str, gguf_file: str | None) -> TargetConfig:
 
 def _target_facts(target: str | None, gguf_file: str | None, verifier: str | None) -> tuple[int, Verifier] | None:
     """(depth, verifier) of a target; loads no weights."""
+    _refuse_gguf(target, gguf_file)
     if target is None:
         if verifier is not None:
             raise UserError("--verifier names a target that --target has to describe", where="command line")
@@ -236,4 +269,4 @@ def _dtype(name: DTypeName) -> Any:
 def _report(lines: list[str], content: dict[str, Any], json_: bool) -> None:
     print("\n".join(lines), file=sys.stderr if json_ else sys.stdout)
     if json_:
-        print(json.dumps(content, ensure_ascii=False, default=str))
+        print(json.dumps(content, default=str))

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_decoding import plain_answer, random_prompts, tiny_drafter, tiny_target
 
+from draftsmith import cli
+from draftsmith.config import TargetConfig
 from draftsmith.decode import Decoded, evaluate
-from draftsmith.decode.evaluate import accept_by_slot, distinct_share, find_ties, summarise
+from draftsmith.decode.evaluate import accept_by_slot, distinct_share, find_ties, leave_room, summarise, take_turns
+from draftsmith.decode.prompts import Prompt, encode_prompts, prompts_digest, read_prompts
+from draftsmith.drafter import DraftModel, save_drafter
+from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
 from draftsmith.target.forward import Target
+from draftsmith.target.load import load_target
 
 STOPS = (7, 9)
 
@@ -95,6 +102,87 @@ def test_sampled_evaluation_tests_the_distribution() -> None:
     # Every prompt has random numbers of its own: the same prompt twice is not the same answer twice.
     twice = evaluate(drafter, target, [[1, 2, 3]] * 2, max_new_tokens=20, temperature=1.0, stop_ids=())
     assert twice.decoded[0].tokens != twice.decoded[1].tokens
+
+
+def test_without_rounds_there_is_no_tau() -> None:
+    """τ is at least 1 wherever it is defined; an answer that its first token ends has none."""
+    result = evaluate(tiny_drafter(), tiny_target(), random_prompts(3), max_new_tokens=1)
+    content = result.to_json()
+    assert (content["answers"], content["tokens"], content["rounds"], content["lossless"]) == (3, 3, 0, True)
+    measured = {"tau", "tau_per_response", "speedup", "seconds_per_token", "seconds_per_round", "tau_prompt_lookup"}
+    assert {content[name] for name in measured | {"draft_share", "target_share"}} == {None}
+    assert content["not_looping"]["tau"] is None
+    assert content["tau_per_prompt"] == [None] * 3
+    lines = "\n".join(cli._evaluation_lines(result))
+    assert "no rounds: answers ended at their first token" in lines
+    assert "speed-up" not in lines
+
+
+def test_answers_end_where_the_positions_of_the_target_do() -> None:
+    target, drafter = tiny_target(), tiny_drafter()
+    longest = target.geometry.max_position_embeddings
+    prompts = [random_prompts(1)[0], [3] * (longest - 10), [3] * (longest - 1)]
+    result = evaluate(drafter, target, prompts, max_new_tokens=30, stop_ids=())
+    for runs in (result.decoded, result.baseline, result.lookup):
+        assert [len(run.tokens) for run in runs] == [30, 10, 1]
+    assert result.lossless
+    with pytest.raises(
+        UserError, match="prompt 2: 512 tokens leave no room for an answer: the target has 512 positions"
+    ):
+        evaluate(drafter, target, [[1], [3] * longest])
+
+
+def test_prompts_without_room_are_left_out_by_name(tiny_target: Path) -> None:
+    target = load_target(TargetConfig(path=str(tiny_target)), "cpu", torch.float32)
+    length = len(encode_prompts([Prompt("x", text="the fox " * 100)], target.tokenizer)[0])
+    prompts = [
+        Prompt("p:1", text="the fox"),
+        Prompt("p:2", text="the fox " * 600),
+        Prompt("p:3", text="the fox " * 100),
+    ]
+    fitting, notes = leave_room(target, prompts, 513 - length)
+    assert [prompt.source for prompt in fitting] == ["p:1", "p:3"]
+    assert notes[0].startswith("left out, because the target has 512 positions: p:2 (")
+    assert notes[1].endswith("positions end: p:3")
+    assert leave_room(target, prompts[:1], 20) == (prompts[:1], [])
+    with pytest.raises(UserError, match="no prompt leaves room for an answer"):
+        leave_room(target, prompts[1:2], 20)
+    # A conversation that outgrows the positions is asked as far as it goes.
+    talk = Prompt("p:4", text="the fox", later=("and then", "the fox " * 600, "never asked"))
+    turns = take_turns(target, [talk], 8)
+    assert len(turns) == 3
+    assert len(leave_room(target, turns, 8)[0]) == 2
+
+
+def test_the_command_names_what_it_measured(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(TargetConfig(path=str(tiny_target)), "cpu", torch.float32)
+    shape = {"vocab_rows": target.geometry.vocab_rows, "target_layers": 6, "mask_token_id": 2}
+    model = DraftModel(replace(tiny_drafter().spec, **shape))
+    save_drafter(model, tmp_path / "drafter")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "the fox"}\n{"prompt": "' + "the fox " * 600 + '"}\n')
+    arguments = [
+        "eval",
+        str(tmp_path / "drafter"),
+        "--target",
+        str(tiny_target),
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+    ]
+    arguments += ["--device", "cpu", "--max-new-tokens", "6"]
+    assert cli.main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    content = json.loads(out)
+    assert content["answers"] == 1
+    assert "p.jsonl:2" in content["notices"][0]
+    assert content["notices"][0] in err
+    assert content["setting"]["drafter"] == weights_digest(model.state_dict())
+    assert content["setting"]["target"] == str(tiny_target)
+    assert content["setting"]["prompts"] == prompts_digest(read_prompts(tmp_path / "p.jsonl"))
+    assert content["setting"]["prompts"] != prompts_digest(read_prompts(tmp_path / "p.jsonl")[:1])
+    assert cli.main([*arguments, "--top-k", "3"]) == 2
+    assert "without --temperature nothing is sampled: --top-k would do nothing" in capsys.readouterr().err
 
 
 def test_no_prompts_is_an_error() -> None:

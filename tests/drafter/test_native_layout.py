@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_drafters import LAYOUTS, random_model, tiny_spec
 
 from draftsmith.drafter import load_drafter, read_spec, save_drafter
+from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
 
 
@@ -145,6 +146,26 @@ def test_rope_theta_may_stand_in_rope_parameters(tmp_path: Path) -> None:
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         (
+            {"layer_types": ["chunked_attention", "full_attention", "sliding_attention"]},
+            "layer type 'chunked_attention'",
+        ),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"num_attention_heads": 5}, "5 heads cannot share 2 K/V heads"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        (
+            {"dflash_config": {"mask_token_id": 21, "target_layer_ids": [1, 4, 9]}},
+            r"taps \[9\] are outside .* 9 layers",
+        ),
+        ({"dflash_config": {"mask_token_id": 23, "target_layer_ids": [1, 4, 6]}}, "mask token 23 is outside the 23"),
+        ({"rope_theta": "abc"}, "rope_theta is 'abc', not a number above 0"),
+        ({"hidden_size": -1}, "hidden_size is -1, not a whole number"),
+        ({"intermediate_size": 10**30}, "intermediate_size is 10*, not a whole number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": [1]}}, r"rope_parameters.rope_theta is \[1\]"),
+        ({"dflash_config": {"mask_token_id": True}}, "dflash_config.mask_token_id is True"),
+        ({"is_causal": 1}, "is_causal is 1, not true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        (
             {"sliding_window": None, "dflash_config": {"target_layer_ids": [1, 4, 6], "mask_token_id": 3}},
             "sliding_window",
         ),
@@ -201,3 +222,32 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
             load_drafter(folder)
         assert str(caught.value).count("weight") == 1, "names more than what is wrong"
         assert "model.safetensors" in caught.value.where
+
+
+def test_tensors_have_to_be_floating_and_finite(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    broken = {
+        "holds int8 numbers": {**weights, "fc.weight": weights["fc.weight"].to(torch.int8)},
+        "holds float8_e4m3fn numbers": {**weights, "fc.weight": weights["fc.weight"].to(torch.float8_e4m3fn)},
+        "holds numbers that are not finite": {**weights, "fc.weight": weights["fc.weight"] * float("inf")},
+    }
+    for says, tensors in broken.items():
+        save_file(tensors, path)
+        with pytest.raises(UserError, match=f"fc.weight {says}"):
+            load_drafter(folder)
+
+
+def test_the_digest_names_weights_and_nothing_else() -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    name = weights_digest(weights)
+    assert weights_digest(dict(reversed(weights.items()))) == name
+    assert weights_digest({**weights, "a": weights["a"].T.contiguous().T}) == name
+    others = [
+        {**weights, "b": torch.tensor([1.0, 1.0000001])},
+        {**weights, "a": weights["a"].view(3, 2)},
+        {**weights, "b": torch.ones(2, dtype=torch.bfloat16)},
+        {"a": weights["a"], "c": weights["b"]},
+    ]
+    assert len({name, *map(weights_digest, others)}) == 5

@@ -103,6 +103,49 @@ def test_commands_of_a_conversation(target: Target, drafter: DraftModel) -> None
     assert said.count(" tok/s") == 3
 
 
+def test_what_is_wrong_with_a_command_is_said_and_changes_nothing(
+    target: Target, drafter: DraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    chat = Chat(target, drafter, max_new_tokens=6)
+    monkeypatch.setattr(chat, "say", lambda *_: pytest.fail("sent to the model"))
+    wrong = [
+        "/block abc",
+        "/block -3",
+        "/block 0",
+        "/block ²",
+        "/block",
+        "/block 3 4",
+        "/blockade",
+        "/nonsense [/x]",
+        "/new x",
+    ]
+    lines = iter([*wrong, "/quit"])
+    assert converse(chat, target, Console(file=screen, width=200), lambda: next(lines)) == 0
+    said = screen.getvalue().splitlines()[2:]
+    assert len(said) == len(wrong)
+    assert sum("not one whole number of slots" in line for line in said) == 4
+    assert sum("outside 1..8" in line for line in said) == 2
+    assert sum("no such command" in line for line in said) == 3
+    assert "/nonsense [/x]: no such command" in screen.getvalue()
+    assert chat.block_size == 8
+
+
+def test_a_text_that_the_template_refuses_is_forgotten(
+    target: Target, drafter: DraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a template says is printed as it stands: brackets are no markup, colons no emoji."""
+    template = target.tokenizer.chat_template
+    refuses = "{% if 'dog' in messages[-1].content %}{{ raise_exception('[/INST] :smile:') }}{% endif %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", refuses + template)
+    screen = io.StringIO()
+    chat = Chat(target, drafter, max_new_tokens=6)
+    lines = iter(["fox", "dog [/INST]", "fox again [bold]", "/quit"])
+    assert converse(chat, target, Console(file=screen, width=200), lambda: next(lines)) == 2
+    assert "[/INST] :smile:" in screen.getvalue()
+    assert [message["content"] for message in chat.messages[::2]] == ["fox", "fox again [bold]"]
+
+
 def test_a_stopped_answer_is_kept_as_far_as_it_came(target: Target, drafter: DraftModel) -> None:
     chat = Chat(target, drafter, max_new_tokens=30)
 
@@ -129,6 +172,13 @@ def test_the_command(
         decode(target, ids, GreedyProposer(), max_new_tokens=12, stop_ids=target.stop_ids).tokens
     )
     assert words.split("\n")[0] in capsys.readouterr().out
+
+    assert cli.main([*arguments, "--prompt", "the fox " * 400]) == 2
+    out, err = capsys.readouterr()
+    assert "outgrown the target's 512 positions" in err.splitlines()[-1]
+    assert "outgrown" not in out
+    assert cli.main([*arguments, "--top-k", "3"]) == 2
+    assert "--top-k would do nothing" in capsys.readouterr().err
 
     def typed(*_: Any) -> str:
         raise EOFError

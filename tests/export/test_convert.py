@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import LAYERS, saved, small_spec
+from small import LAYERS, random_drafter, saved, small_spec
 
 from draftsmith import cli
-from draftsmith.drafter import load_drafter, read_spec
+from draftsmith.drafter import load_drafter, read_spec, save_drafter
+from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
 from draftsmith.export.convert import Verifier, convert_drafter
 from draftsmith.pipeline.run import train
@@ -144,7 +145,53 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path: Path, capsys:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "there"]
 
 
-def test_the_card_says_what_is_known_and_nothing_else(tiny_run: Any, tmp_path: Path) -> None:
+def test_an_evaluation_belongs_to_its_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """τ of other weights is no claim of this drafter's; the layout, and the dtype asked for, do not make it another."""
+    source = saved(tmp_path / "a")
+    figures = {"tau": 2.0, "tau_per_response": 2.0, "answers": 4, "tokens": 9, "speedup": 1.5, "lossless": True}
+    weights = weights_digest(load_file(source / FILES[1]))
+
+    def export(folder: Path, name: str, content: dict[str, Any], *options: str) -> tuple[int, str]:
+        (tmp_path / "ev.json").write_text(json.dumps(content))
+        evaluation = ["--evaluation", f"task={tmp_path}/ev.json"]
+        code = cli.main(["export", str(folder), str(tmp_path / name), *evaluation, *options])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    measured = {**figures, "setting": {"drafter": weights, "target": "owner/target", "prompts": "1"}}
+    code, said = export(source, "b", measured, "--dtype", "bfloat16")
+    assert (code, "note" in said) == (0, False)
+    narrow = {**measured, "setting": {"drafter": weights_digest(load_file(tmp_path / "b" / FILES[1]))}}
+    assert export(source, "c", narrow, "--dtype", "bfloat16")[0] == 0
+    theirs = convert_drafter(source, tmp_path / "theirs", "speculators", verifier=TARGET).folder
+    assert export(theirs, "d", measured)[0] == 0
+    code, said = export(saved(tmp_path / "other", rope_theta=1e6), "e", measured)
+    assert code == 0  # the same weights: geometry is no part of them
+    save_drafter(random_drafter(small_spec(), seed=1), tmp_path / "another")
+    code, said = export(tmp_path / "another", "f", measured)
+    assert code == 2
+    assert f"measured another drafter (weights {weights}; here" in said
+    assert not (tmp_path / "f").exists()
+    for name, value in (("tau", "2.0"), ("tau", None), ("answers", True), ("speedup", float("nan")), ("setting", [])):
+        code, said = export(source, "g", {**measured, name: value})
+        assert code == 2
+        assert "is not an evaluation" in said
+        assert said.count("\n") == 1
+
+
+def test_options_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(saved(tmp_path / "a"))
+    gguf = ["--gguf-file", "x"]
+    cases = (("export", ["--engine", "vllm"]), ("export", ["--private"]), ("export", gguf), ("import", gguf))
+    for command, options in cases:
+        assert cli.main([command, source, str(tmp_path / "out"), *options]) == 2
+        assert f"{options[0]} would do nothing" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_card_says_what_is_known_and_nothing_else(
+    tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(tiny_run(training={"steps": 2}))
     figures = {
         "tau": 2.345, "tau_per_response": 3.456, "answers": 40, "tokens": 999, "speedup": 1.5, "lossless": True,
@@ -163,6 +210,9 @@ def test_the_card_says_what_is_known_and_nothing_else(tiny_run: Any, tmp_path: P
     card = (tmp_path / "second" / "README.md").read_text()
     assert "Not measured." in card
     assert "not exported from a run" in card
+    assert cli.main([*arguments[:2], str(tmp_path / "named"), "--evaluation", f"a|b={tmp_path}/gsm8k.json"]) == 0
+    assert "does not say which drafter it measured" in capsys.readouterr().out
+    assert "| a\\|b | 40 |" in (tmp_path / "named" / "README.md").read_text()
     (tmp_path / "bad.json").write_text("{}")
     arguments = ["export", str(tmp_path / "bare"), str(tmp_path / "third"), "--evaluation", f"{tmp_path}/bad.json"]
     assert cli.main(arguments) == 2

@@ -18,6 +18,7 @@ from small import LAYERS, saved
 from draftsmith import cli
 from draftsmith.config import TargetConfig
 from draftsmith.drafter import read_spec
+from draftsmith.errors import UserError
 from draftsmith.export.convert import Verifier, convert_drafter
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.lint import LintReport, lint
@@ -140,6 +141,14 @@ FAULTS: list[tuple[str, Callable[..., None], str, dict[str, str]]] = [
     ("full", prefixed, "tensor-prefix", {"vllm": REFUSES, "speculators": REFUSES}),
     ("full", half_of_them, "dtype", {}),
     ("full", fields(dtype="float16"), "dtype", {}),
+    ("full", fields(dtype="abc"), "dtype", dict.fromkeys(ENGINES, REFUSES)),
+    ("full", fields(attention_bias=True), "attention-bias", ALL),
+    ("full", fields(quantization_config={"quant_method": "fp8"}), "quantization", ALL),
+    ("full", fields(rope_theta="abc"), "config", dict.fromkeys(ENGINES, REFUSES)),
+    ("full", fields(dflash__mask_token_id=23), "mask-token-range", dict.fromkeys(ENGINES, REFUSES)),
+    ("full", fields(num_attention_heads=5), "head-sizes", dict.fromkeys(ENGINES, REFUSES)),
+    ("full", fields(layer_types=["chunked_attention", "full_attention"]), "layer-type-unknown",
+     {"zlab": DIFFERS, "vllm": DIFFERS, "speculators": DIFFERS}),
     ("full", fields(block_size=12), "block-size-differs", {"speculators": DIFFERS}),
     ("full", fields(block_size=None, dflash__block_size=None), "block-size", {"speculators": REFUSES}),
     ("full", fields(dflash__target_layer_ids=[1, 4, 8]), "last-layer",
@@ -251,6 +260,39 @@ def test_against_the_target(tiny_target: Path, tmp_path: Path) -> None:
     assert lint(folder, target).rules() <= {"layout"}
 
 
+def with_biases(config: dict[str, Any], _dflash: Any, weights: dict[str, torch.Tensor]) -> None:
+    config["attention_bias"] = True
+    for layer in range(2):
+        for name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 32)):
+            weights[f"layers.{layer}.self_attn.{name}_proj.bias"] = torch.full((size,), 0.5)
+
+
+def test_attention_biases(tmp_path: Path) -> None:
+    """With all their tensors engines load them; with some missing, or of another size, nobody says so."""
+    report = lint(edited(saved(tmp_path / "a"), with_biases))
+    assert report.fine
+    assert outcomes(report) == CLEAN["full"][0]
+    assert report.rules() == {"attention-bias"}
+    with pytest.raises(UserError, match="attention with biases is not supported"):
+        read_spec(tmp_path / "a")
+    report = lint(edited(tmp_path / "a", tensor("layers.1.self_attn.o_proj.bias", None)))
+    assert not report.fine
+    assert "layers.1.self_attn.o_proj.bias" in next(f.text for f in report.findings if f.rule == "attention-bias")
+    assert (
+        "tensor-shape" in lint(edited(tmp_path / "a", tensor("layers.1.self_attn.o_proj.bias", torch.ones(31)))).rules()
+    )
+    # Without the flag no engine makes a place for them.
+    assert "tensor-extra" in lint(edited(tmp_path / "a", fields(attention_bias=False))).rules()
+
+
+def test_several_broken_fields_are_all_told(tmp_path: Path) -> None:
+    report = lint(edited(saved(tmp_path / "a"), fields(hidden_size=-1, dflash__block_size="8", layer_types=[None])))
+    texts = [finding.text for finding in report.findings if finding.severity == "error"]
+    assert len(texts) == 3
+    assert any(text.startswith("dflash_config.block_size is '8', not a whole number") for text in texts)
+    assert "nothing else was checked" in report.findings[-1].text
+
+
 def test_zlab_does_what_the_lint_says_of_it(tmp_path: Path) -> None:
     zlab = pytest.importorskip("dflash.model", reason="the reference decoder is installed by `make test`")
 
@@ -275,6 +317,10 @@ def test_zlab_does_what_the_lint_says_of_it(tmp_path: Path) -> None:
         "g", "full", fields(rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5})
     )
     assert model.rotary_emb.inv_freq.numel() == 8  # the whole head of 16
+    model = load("h", "full", with_biases)
+    assert all(torch.equal(layer.self_attn.q_proj.bias, torch.full((64,), 0.5)) for layer in model.layers)
+    with pytest.raises(AttributeError, match="abc"):
+        load("i", "full", fields(dtype="abc"))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,6 +336,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     content = json.loads(out)
     assert content["verdicts"]["vllm"]["outcome"] == "refuses"
     assert "vLLM (036a00d1): will not load" in err
+    idle = ["--layout", "speculators", "--dtype", "float16", "--licence", "mit", "--push", "a/b", "--evaluation", "x"]
+    assert cli.main(["export", "check", folder, *idle, "--private"]) == 2
+    err = capsys.readouterr().err
+    assert "export check writes nothing" in err
+    assert all(option in err for option in (*idle[::2], "--private"))
+    assert cli.main(["export", "check", folder, "--gguf-file", "x"]) == 2
+    assert "without --target there is no GGUF file" in capsys.readouterr().err
     assert cli.main(["export", "check", folder, "--engine", "trt"]) == 2
     assert "no such engine" in capsys.readouterr().err
     assert cli.main(["export", "check", str(tmp_path / "none")]) == 2

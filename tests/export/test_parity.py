@@ -321,6 +321,28 @@ def test_the_command(
     )
 
 
+def test_the_command_says_what_it_leaves_out(
+    target: Target, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_drafter(drafter_for(target), tmp_path / "drafter")
+    prompts = [{"prompt": PROMPT.text}, {"prompt": "the fox " * 400}, {"turns": ["the fox", "and then"]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    arguments = ["eval", str(tmp_path / "drafter"), "--target", str(tiny_target), "--parity", "--device", "cpu"]
+    arguments += ["--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "30"]
+    assert cli.main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    content = json.loads(out)
+    assert content["answers"] == 2
+    assert "1 prompts have 1 further turns, which are not asked here" in content["notices"][0]
+    assert "left out, because the target has 512 positions" in content["notices"][1]
+    assert "p.jsonl:2 (" in content["notices"][1]
+    assert all(notice in err for notice in content["notices"])
+    options = {"--temperature": "0.8", "--block-size": "4", "--top-k": "3", "--top-p": "0.5", "--seed": "5"}
+    for name, value in options.items():
+        assert cli.main([*arguments, name, value]) == 2
+        assert f"{name} would do nothing" in capsys.readouterr().err
+
+
 def test_checking_says_what_was_compared(target: Target) -> None:
     result = check_parity(drafter_for(target), target, [PROMPT, Prompt("b", text="here")], max_new_tokens=30)
     assert isinstance(result, Parity)

@@ -79,19 +79,21 @@ class Chat:
         """Decodes the answer to `text` and keeps both. Without a chat template the text is continued, nothing kept.
 
         Raises:
-            UserError: see `decode`; also a conversation that has outgrown the target's positions.
+            UserError: see `decode`; also a text that the chat template refuses, or a conversation that has outgrown the
+                target's positions. `text` is not kept then.
             KeyboardInterrupt: from outside; what was said until then is kept.
         """
         tokenizer = self._target.tokenizer
         chatting = has_template(tokenizer)
-        self.messages.append({"role": "user", "content": text})
-        prompt = Prompt("chat", messages=self.messages) if chatting else Prompt("chat", text=text)
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = Prompt("chat", messages=asked) if chatting else Prompt("chat", text=text)
         ids = encode_prompts([prompt], tokenizer, self._options)[0]
-        room = self._target.geometry.max_position_embeddings - len(ids)
-        if room < 1:
-            self.messages.pop()
+        positions = self._target.geometry.max_position_embeddings
+        if len(ids) >= positions:
             raise UserError(
-                "the conversation has outgrown the target's positions", where="chat", fix="/new starts over"
+                f"the conversation of {len(ids):,} tokens has outgrown the target's {positions:,} positions",
+                where="chat",
+                fix="/new starts over" if self.messages else "say it in fewer words",
             )
         stops = stop_ids_of(self._target)
         said: list[int] = []
@@ -100,22 +102,26 @@ class Chat:
             said.extend(tokens)
             on_round(tokens, drafted)
 
+        def keep() -> None:
+            words = tokenizer.decode([token for token in said if token not in stops])
+            self.messages = [*asked, {"role": "assistant", "content": words}] if chatting else []
+
         try:
-            return decode(
+            decoded = decode(
                 self._target,
                 ids,
                 self._proposer,
-                max_new_tokens=min(self._limit, room),
+                max_new_tokens=min(self._limit, positions - len(ids)),
                 stop_ids=stops,
                 on_round=listen,
                 rounds=self.rounds,
                 **self._sampling,
             )
-        finally:
-            words = tokenizer.decode([token for token in said if token not in stops])
-            self.messages.append({"role": "assistant", "content": words})
-            if not chatting:
-                self.messages.clear()
+        except KeyboardInterrupt:
+            keep()
+            raise
+        keep()
+        return decoded
 
 
 class Painter:
@@ -147,8 +153,9 @@ class Painter:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        self._bring_out("")
-        self._show_line()
+        if self._emitted:
+            self._bring_out("")
+            self._show_line()
 
     def __call__(self, tokens: list[int], drafted: int) -> None:
         """One round: `drafted` tokens that stood, then the target's own."""
@@ -213,18 +220,37 @@ def legend(block_size: int) -> Text:
     return text
 
 
+def tell(console: Console, text: str, style: str = "dim") -> None:
+    """Prints a line as it is: in what users and targets write, brackets and colons mean nothing."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def answer(chat: Chat, target: Any, console: Console, text: str) -> None:
+    """Shows the answer to `text` as it comes, and its figures. Ctrl-C ends the answer.
+
+    Raises:
+        UserError: see `Chat.say`.
+    """
+    painter = Painter(console, target.tokenizer, stop_ids_of(target), chat.block_size)
+    try:
+        with painter:
+            chat.say(text, painter)
+    except KeyboardInterrupt:
+        tell(console, "(stopped)")
+    tell(console, painter.status())
+
+
 def converse(chat: Chat, target: Any, console: Console, ask: Callable[[], str]) -> int:
     """Asks, answers and shows until there is nothing more to say; returns the answers given.
 
     `/new` forgets the conversation, `/block N` drafts with N slots, `/quit` ends. Ctrl-C ends the answer under way.
+    What else begins with a slash is an error of the user's, and goes nowhere.
 
     Args:
         ask: returns what the user says; raises EOFError at the end.
     """
     console.print(legend(chat.block_size))
-    console.print(
-        "/new forgets, /block N drafts with N slots (1: none), /quit ends; Ctrl-C stops an answer", style="dim"
-    )
+    tell(console, "/new forgets, /block N drafts with N slots (1: none), /quit ends; Ctrl-C stops an answer")
     answers = 0
     while True:
         try:
@@ -233,25 +259,32 @@ def converse(chat: Chat, target: Any, console: Console, ask: Callable[[], str]) 
             return answers
         if text in ("/quit", "/exit"):
             return answers
-        if not text:
-            continue
-        if text == "/new":
-            chat.messages.clear()
-            console.print("forgotten", style="dim")
-            continue
         try:
-            if text.startswith("/block"):
-                count = text.removeprefix("/block").strip()
-                chat.use_block_size(int(count) if count.isdigit() else None)
-                console.print(f"blocks of {chat.block_size}", style="dim")
-                continue
-            painter = Painter(console, target.tokenizer, stop_ids_of(target), chat.block_size)
-            try:
-                with painter:
-                    chat.say(text, painter)
-            except KeyboardInterrupt:
-                console.print("(stopped)", style="dim")
-            console.print(painter.status(), style="dim", highlight=False)
-            answers += 1
+            if text.startswith("/"):
+                tell(console, _obey(chat, text))
+            elif text:
+                answer(chat, target, console, text)
+                answers += 1
         except UserError as error:
-            console.print(str(error), style="red")
+            tell(console, str(error), "red")
+
+
+def _obey(chat: Chat, text: str) -> str:
+    """Does what a line that begins with a slash asks for, and returns what to tell.
+
+    Raises:
+        UserError: there is no such command, or its number is none.
+    """
+    command, *words = text.split()
+    if command == "/new" and not words:
+        chat.messages.clear()
+        return "forgotten"
+    if command != "/block":
+        raise UserError("no such command", where=text, fix="/new, /block N, /quit")
+    try:
+        (word,) = words
+        slots = int(word)
+    except ValueError:
+        raise UserError("is not one whole number of slots", where=text, fix="/block N") from None
+    chat.use_block_size(slots)
+    return f"blocks of {chat.block_size}"

@@ -32,6 +32,7 @@ import torch
 from draftsmith.decode.cache import DecodeCache
 from draftsmith.decode.distribution import DistributionTest, check_distribution
 from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts
+from draftsmith.decode.rounds import answer_limit
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import (
     Decoded,
@@ -83,6 +84,8 @@ class Figures:
     Attributes:
         answers: how many.
         tokens: in them, by the drafter.
+        rounds: target forwards after the prefill, with the drafter. Without any (every answer ended at its first token)
+            there is neither τ nor speed: the rates below are 0, and null in `to_json`.
         tau: pooled; `tau_per_response`: mean of the answers' own.
         accept_by_slot: entry k-1 belongs to slot k.
         speedup: ratio of the mean seconds per output token, baseline over drafter.
@@ -95,6 +98,7 @@ class Figures:
 
     answers: int
     tokens: int
+    rounds: int
     tau: float
     tau_per_response: float
     accept_by_slot: list[float]
@@ -106,6 +110,14 @@ class Figures:
     seconds_per_round: float
     tau_prompt_lookup: float
     speedup_prompt_lookup: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; a rate that was not measured is null."""
+        if not self.rounds:
+            known = {"answers": self.answers, "tokens": self.tokens, "rounds": 0, "accept_by_slot": []}
+            return {**dict.fromkeys(asdict(self)), **known}
+        others = ("speedup", "tau_prompt_lookup", "speedup_prompt_lookup")  # they may have had no rounds
+        return {**asdict(self), **{name: getattr(self, name) or None for name in others}}
 
 
 @dataclass(frozen=True)
@@ -150,14 +162,14 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Everything but the token ids, as plain values."""
         return {
-            **asdict(self.figures),
+            **self.figures.to_json(),
             "tau_per_prompt": self.taus,
             "lossless": self.lossless,
             "distribution": None if self.distribution is None else asdict(self.distribution),
             "exact_answers": self.exact_answers,
             "ties": [{**asdict(tie), "proved": tie.proved} for tie in self.ties],
             "distinct_4grams_per_prompt": self.distinct_4grams,
-            "not_looping": None if self.not_looping is None else asdict(self.not_looping),
+            "not_looping": None if self.not_looping is None else self.not_looping.to_json(),
             "setting": self.setting,
         }
 
@@ -176,8 +188,9 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     rounds: StaticRounds | None = None,
+    measured: dict[str, Any] | None = None,
 ) -> Evaluation:
-    """Decodes every prompt with and without `drafter`.
+    """Decodes every prompt with and without `drafter`. No answer goes beyond the target's positions.
 
     Args:
         drafter: a `DraftModel` on the target's device and in its dtype.
@@ -187,12 +200,17 @@ def evaluate(
         block_size: slots at decoding; none: as trained.
         progress: called with (prompts done, prompts).
         rounds: how rounds are run, of all three proposers alike; none: as captured graphs where that is possible.
+        measured: names of what is measured, for `setting`.
 
     Raises:
-        UserError: no prompts, or see `decode`.
+        UserError: no prompts, one that leaves no room in the target's positions, or see `decode`.
     """
     if not prompts:
         raise UserError("there are no prompts to decode", where="evaluation")
+    limits = [
+        answer_limit(target, prompt, max_new_tokens, f"prompt {number}")
+        for number, prompt in enumerate(prompts, start=1)
+    ]
     stops = stop_ids_of(target) if stop_ids is None else frozenset(stop_ids)
     proposer = DrafterProposer(drafter, target.head(), block_size)
     slots = proposer.block_size
@@ -200,10 +218,10 @@ def evaluate(
     plain = GreedyProposer()
     rounds = StaticRounds(target) if rounds is None else rounds
 
-    def answer(prompt: Sequence[int], by: Proposer, limit: int = max_new_tokens, index: int = 0) -> Decoded:
+    def answer(index: int, by: Proposer, limit: int) -> Decoded:
         return decode(
             target,
-            prompt,
+            prompts[index],
             by,
             max_new_tokens=limit,
             stop_ids=stops,
@@ -216,14 +234,14 @@ def evaluate(
 
     proposers: list[Proposer] = [proposer, plain, lookup_proposer]
     for by in proposers:
-        answer(prompts[0], by, min(max_new_tokens, WARM_UP_TOKENS))
+        answer(0, by, min(limits[0], WARM_UP_TOKENS))
     decoded, baseline, lookup = [], [], []
-    for index, prompt in enumerate(prompts):
+    for index, limit in enumerate(limits):
         in_turn = (plain, proposer) if index % 2 else (proposer, plain)
-        answers = {by: answer(prompt, by, index=index) for by in in_turn}
+        answers = {by: answer(index, by, limit) for by in in_turn}
         decoded.append(answers[proposer])
         baseline.append(answers[plain])
-        lookup.append(answer(prompt, lookup_proposer, index=index))
+        lookup.append(answer(index, lookup_proposer, limit))
         if progress is not None:
             progress(index + 1, len(prompts))
 
@@ -265,6 +283,7 @@ def evaluate(
             "threads": torch.get_num_threads(),
             "matmul_precision": torch.get_float32_matmul_precision(),
             **rounds.facts(),
+            **(measured or {}),
         },
         decoded=decoded,
         baseline=baseline,
@@ -281,18 +300,55 @@ def take_turns(
 ) -> list[Prompt]:
     """Every turn of multi-turn prompts as a prompt of its own, the target's own greedy answers between them.
 
+    A turn that leaves no room in the target's positions is the last one of its prompt; `leave_room` names it.
+
     Raises:
         UserError: see `decode`; also turns for a target without a chat template.
     """
     stops = stop_ids_of(target)
 
-    def answer(prompt: Prompt) -> str:
+    def answer(prompt: Prompt) -> str | None:
         ids = encode_prompts([prompt], target.tokenizer, template_options)[0]
-        plain = GreedyProposer()
-        said = decode(target, ids, plain, max_new_tokens=max_new_tokens, stop_ids=stops, rounds=rounds).tokens
+        limit = min(max_new_tokens, target.geometry.max_position_embeddings - len(ids))
+        if limit < 1:
+            return None
+        said = decode(target, ids, GreedyProposer(), max_new_tokens=limit, stop_ids=stops, rounds=rounds).tokens
         return target.tokenizer.decode([token for token in said if token not in stops])
 
     return ask_in_turn(prompts, answer)
+
+
+def leave_room(
+    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
+) -> tuple[list[Prompt], list[str]]:
+    """(the prompts that leave room for an answer in the target's positions, a line on the others and on short room).
+
+    Raises:
+        UserError: none does; see also `encode_prompts`.
+    """
+    positions = target.geometry.max_position_embeddings
+    encoded = encode_prompts(prompts, target.tokenizer, template_options)
+    sized = [(prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
+    fitting = [prompt for prompt, length in sized if length < positions]
+    too_long = [f"{prompt.source} ({length:,} tokens)" for prompt, length in sized if length >= positions]
+    short = [prompt.source for prompt, length in sized if length < positions < length + max_new_tokens]
+    if not fitting:
+        raise UserError(
+            f"no prompt leaves room for an answer: the target has {positions:,} positions", where=too_long[0]
+        )
+    notes = []
+    if too_long:
+        notes.append(f"left out, because the target has {positions:,} positions: {_named(too_long)}")
+    if short:
+        notes.append(
+            f"room for fewer than {max_new_tokens:,} tokens before the target's {positions:,} positions end: "
+            f"{_named(short)}"
+        )
+    return fitting, notes
+
+
+def _named(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def stop_ids_of(target: Any) -> frozenset[int]:
@@ -313,6 +369,7 @@ def summarise(runs: Sequence[tuple[Decoded, Decoded, Decoded]], block_size: int)
     return Figures(
         answers=len(runs),
         tokens=sum(len(run.tokens) for run in ours),
+        rounds=sum(run.target_forwards for run in ours),
         tau=_mean([count for run in ours for count in run.accepted_per_round]),
         tau_per_response=_mean([_mean(run.accepted_per_round) for run in ours if run.accepted_per_round]),
         accept_by_slot=accept_by_slot(ours, block_size),

@@ -9,6 +9,7 @@ a chat template, a plain prompt becomes a user turn; where it has none, the text
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,19 +115,28 @@ def encode_prompts(
     return [_encode(prompt, tokenizer, template_options or {}) for prompt in prompts]
 
 
-def ask_in_turn(prompts: Sequence[Prompt], answer: Callable[[Prompt], str]) -> list[Prompt]:
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Name of a list of prompts: what is asked, in order, wherever it stands."""
+    asked = [[prompt.as_messages(), prompt.tools, prompt.later] for prompt in prompts]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def ask_in_turn(prompts: Sequence[Prompt], answer: Callable[[Prompt], str | None]) -> list[Prompt]:
     """Every turn of every prompt as a prompt of its own, in order; what was said before stands in front of it.
 
     Args:
-        answer: the target's own answer to a prompt, asked for where a turn follows.
+        answer: the target's own answer to a prompt, asked for where a turn follows; None: it can give none, and the
+            turns that follow are not asked.
     """
     asked = []
     for prompt in prompts:
         now = Prompt(prompt.source, prompt.text, prompt.messages, prompt.tools)
         asked.append(now)
         for turn in prompt.later:
-            said = {"role": "assistant", "content": answer(now)}
-            messages = [*now.as_messages(), said, {"role": "user", "content": turn}]
+            said = answer(now)
+            if said is None:
+                break
+            messages = [*now.as_messages(), {"role": "assistant", "content": said}, {"role": "user", "content": turn}]
             now = Prompt(prompt.source, messages=messages, tools=prompt.tools)
             asked.append(now)
     return asked

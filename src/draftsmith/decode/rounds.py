@@ -65,6 +65,23 @@ def check_request(prompt: Sequence[int], max_new_tokens: int) -> None:
         raise UserError(f"max_new_tokens {max_new_tokens} leaves no room for an answer", where="decoding")
 
 
+def answer_limit(target: Any, prompt: Sequence[int], max_new_tokens: int, where: str) -> int:
+    """Tokens that the answer to a prompt may have: `max_new_tokens`, or as many as the target has positions left for.
+
+    Args:
+        where: the prompt, for the message.
+
+    Raises:
+        UserError: there is not one left.
+    """
+    positions = target.geometry.max_position_embeddings
+    if len(prompt) >= positions:
+        raise UserError(
+            f"{len(prompt):,} tokens leave no room for an answer: the target has {positions:,} positions", where=where
+        )
+    return min(max_new_tokens, positions - len(prompt))
+
+
 def check_block(
     drafts: Tensor, draft_probs: Tensor | None, logits: Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[list[int], int]:

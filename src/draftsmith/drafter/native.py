@@ -13,7 +13,9 @@ library speculators (`speculators_layout`).
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.drafter.config_fields import field_faults
 from draftsmith.drafter.model import DraftModel
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, zlab_fields
@@ -30,6 +33,7 @@ from draftsmith.target.taps import choose_taps
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def spec_to_config(spec: DrafterSpec, dtype: torch.dtype) -> dict[str, Any]:
@@ -82,13 +86,24 @@ def spec_to_config(spec: DrafterSpec, dtype: torch.dtype) -> dict[str, Any]:
 def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
     """Reads a z-lab `config.json`; values that may stand in two places are taken from `dflash_config` first.
 
+    Args:
+        config: free of `field_faults`.
+
     Raises:
         UserError: not a DFlash drafter, or a mandatory field is missing.
     """
     dflash = config.get("dflash_config") or {}
 
     def either(name: str, default: Any = None) -> Any:
-        return dflash.get(name, config.get(name, default))
+        value = dflash.get(name)
+        value = config.get(name) if value is None else value
+        return default if value is None else value
+
+    def need(name: str, value: Any = None) -> Any:
+        value = config.get(name) if value is None else value
+        if value is None:
+            raise UserError(f"{name} is missing, and it is mandatory", where=where)
+        return value
 
     if "DFlashDraftModel" not in (config.get("architectures") or []):
         raise UserError(f"is not a DFlash drafter (architectures: {config.get('architectures')})", where=where)
@@ -99,50 +114,38 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
         raise UserError(
             f"rope type {rope.get('rope_type', rope.get('type'))!r} is not supported (default is)", where=where
         )
-    # Where both say it, transformers (and so every reader) takes the inner one.
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    layers = need("num_hidden_layers")
+    types = tuple(config.get("layer_types") or ("full_attention",) * layers)
+    sliding = "sliding_attention" in types
+    window = dflash.get("swa_window_size", config.get("sliding_window")) if sliding else None
     softcap, taps = either("final_logit_softcapping"), either("target_layer_ids")
-    for name, value in (("rope_theta", theta), ("mask_token_id", either("mask_token_id"))):
-        if value is None:
-            raise UserError(f"{name} is missing", where=where)
-    try:
-        layers = int(config["num_hidden_layers"])
-        types = tuple(config.get("layer_types") or ("full_attention",) * layers)
-        sliding = "sliding_attention" in types
-        window = dflash.get("swa_window_size", config.get("sliding_window")) if sliding else None
-        causal = config.get("is_causal", dflash.get("causal"))
-        spec = DrafterSpec(
-            hidden_size=int(config["hidden_size"]),
-            layers=layers,
-            heads=int(config["num_attention_heads"]),
-            kv_heads=int(config["num_key_value_heads"]),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-            intermediate_size=int(config["intermediate_size"]),
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=float(theta if theta is not None else config["rope_theta"]),
-            max_position_embeddings=int(config["max_position_embeddings"]),
-            vocab_rows=int(config["vocab_size"]),
-            target_layers=int(config["num_target_layers"]),
-            taps=_default_taps(config) if taps is None else tuple(int(tap) for tap in taps),
-            block_size=int(either("block_size", 16)),
-            mask_token_id=int(either("mask_token_id")),
-            layer_types=types,
-            sliding_window=None if window is None else int(window),
-            causal=None if causal is None else bool(causal),
-            input_scale=float(either("input_embedding_scale", 1.0)),
-            logit_multiplier=float(either("output_multiplier", 1.0)),
-            logit_softcap=float(softcap) if softcap and float(softcap) > 0 else None,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"a mandatory field is missing or wrong: {error}", where=where) from None
+    spec = DrafterSpec(
+        hidden_size=need("hidden_size"),
+        layers=layers,
+        heads=need("num_attention_heads"),
+        kv_heads=need("num_key_value_heads"),
+        head_dim=config.get("head_dim") or need("hidden_size") // need("num_attention_heads"),
+        intermediate_size=need("intermediate_size"),
+        rms_norm_eps=float(need("rms_norm_eps")),
+        # Where both say it, transformers (and so every reader) takes the inner one.
+        rope_theta=float(need("rope_theta", rope.get("rope_theta"))),
+        max_position_embeddings=need("max_position_embeddings"),
+        vocab_rows=need("vocab_size"),
+        target_layers=need("num_target_layers"),
+        # A drafter that names none has those of the published rule, which z-lab's decoder then follows too.
+        taps=choose_taps(need("num_target_layers"), layers) if taps is None else tuple(taps),
+        block_size=either("block_size", 16),
+        mask_token_id=need("mask_token_id", either("mask_token_id")),
+        layer_types=types,
+        sliding_window=window,
+        causal=config.get("is_causal", dflash.get("causal")),
+        input_scale=float(either("input_embedding_scale", 1.0)),
+        logit_multiplier=float(either("output_multiplier", 1.0)),
+        logit_softcap=float(softcap) if softcap is not None and softcap > 0 else None,
+    )
     if not spec.taps or len(types) != layers or (sliding and window is None):
         raise UserError("target_layer_ids, layer_types or sliding_window do not fit the number of layers", where=where)
     return spec
-
-
-def _default_taps(config: dict[str, Any]) -> tuple[int, ...]:
-    """Taps of a drafter that names none: the published rule, which z-lab's decoder then follows too."""
-    return choose_taps(int(config["num_target_layers"]), int(config["num_hidden_layers"]))
 
 
 def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -163,14 +166,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a drafter on disk, whatever its layout.
 
     Raises:
-        UserError: no such folder, no `config.json`, or not a JSON object.
+        UserError: no such folder, no `config.json`, or not a JSON object. Its fields may still hold anything.
     """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("no drafter here: config.json is missing", where=str(folder)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise UserError("is not a JSON object", where=str(path))
@@ -178,22 +181,51 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_spec(folder: Path, target_layers: int | None = None) -> DrafterSpec:
-    """The spec of a drafter on disk.
+    """The spec of a drafter on disk that `DraftModel` can be built from.
 
     Args:
         target_layers: depth of the target, for layouts that do not say it.
 
     Raises:
-        UserError: see `read_config`; also not a DFlash drafter's, or a field is missing.
+        UserError: see `stated_spec`; also a drafter that our model does not hold (biases, quantised weights), or whose
+            numbers do not fit each other.
     """
     config, where = read_config(folder), str(folder / CONFIG)
+    spec = stated_spec(config, where, target_layers)
+    layer = layer_config(config)
+    if layer.get("attention_bias"):
+        raise UserError("attention_bias is true: attention with biases is not supported", where=where)
+    if layer.get("quantization_config") is not None or config.get("quantization_config") is not None:
+        raise UserError(
+            "its weights are quantised (quantization_config), which is not supported",
+            where=where,
+            fix="take the drafter in bfloat16 or float32; remove the field if the weights are plain",
+        )
+    for _, fault in spec.faults():
+        raise UserError(fault, where=where)
+    return spec
+
+
+def stated_spec(config: dict[str, Any], where: str, target_layers: int | None = None) -> DrafterSpec:
+    """What a `config.json` of either layout says, whether or not anything can decode with it.
+
+    Raises:
+        UserError: a field of the wrong type or range, not a DFlash drafter, or a mandatory field is missing.
+    """
+    for fault in field_faults(config):
+        raise UserError(fault, where=where)
     if is_speculators(config):
         config = zlab_fields(config, where, target_layers)
         if "num_target_layers" not in config:
             raise UserError("does not say how many layers its target has", where=where, fix="give the target as well")
-    elif target_layers is not None:
-        config = {"num_target_layers": target_layers, **config}
+    elif config.get("num_target_layers") is None:
+        config = {**config, "num_target_layers": target_layers}
     return spec_from_config(config, where)
+
+
+def layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Where the dimensions stand, in either layout."""
+    return config.get("transformer_layer_config") or {} if is_speculators(config) else config
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -229,12 +261,13 @@ def expected_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_own_weights(folder: Path, spec: DrafterSpec) -> dict[str, torch.Tensor]:
-    """The drafter's tensors in `folder`, complete and of the right shapes.
+    """The drafter's tensors in `folder`, complete, of the right shapes, floating and finite.
 
     What speculators keeps beside them and the target owns (embedding, heads, vocabulary maps) is left out.
 
     Raises:
-        UserError: see `read_weights`; also missing, extra or misshapen tensors, each named.
+        UserError: see `read_weights`; also missing, extra or misshapen tensors, each named, or one that holds no
+            finite numbers of a floating dtype.
     """
     found = read_weights(folder)
     if is_speculators(read_config(folder)):
@@ -245,7 +278,27 @@ def read_own_weights(folder: Path, spec: DrafterSpec) -> dict[str, torch.Tensor]
         wrong = sorted(set(expected.items()) ^ set(shapes.items()))
         names = ", ".join(dict.fromkeys(name for name, _ in wrong))
         raise UserError(f"tensors missing, left over or of another shape: {names}", where=str(folder / WEIGHTS))
+    for name, value in found.items():
+        fault = "numbers that are not finite (nan or inf)"
+        if value.dtype not in _FLOATING:
+            fault = f"{str(value.dtype).removeprefix('torch.')} numbers, and quantised weights are not read"
+        elif value.isfinite().all():
+            continue
+        raise UserError(f"{name} holds {fault}", where=str(folder / WEIGHTS))
     return found
+
+
+def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Name of a drafter's weights, the same in either layout, however they are divided over files.
+
+    Args:
+        weights: its own tensors as they are on disk; another dtype is another drafter.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def load_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from draftsmith.blocks import LayerKind
@@ -64,6 +65,21 @@ class DrafterSpec:
                 where=where,
                 fix="name the target that it was trained for",
             )
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """(rule, text) of every number that does not fit the others: nothing can decode with such a drafter."""
+        outside = [tap for tap in self.taps if not 0 <= tap < self.target_layers]
+        if outside:
+            yield "tap-range", f"taps {outside} are outside the target's {self.target_layers} layers"
+        if not 0 <= self.mask_token_id < self.vocab_rows:
+            yield "mask-token-range", f"mask token {self.mask_token_id} is outside the {self.vocab_rows} embedding rows"
+        strange = sorted(set(self.layer_types) - {"full_attention", "sliding_attention"})
+        if strange:
+            yield "layer-type-unknown", f"layer type {strange[0]!r} is neither full_attention nor sliding_attention"
+        if self.heads % self.kv_heads:
+            yield "head-sizes", f"{self.heads} heads cannot share {self.kv_heads} K/V heads"
+        if self.head_dim < 2 or self.head_dim % 2:
+            yield "head-sizes", f"head_dim is {self.head_dim}; rotary positions need an even one"
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Attention of one layer, the unset `causal` resolved as serving engines do."""

@@ -118,7 +118,7 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
     """The same drafter's `config.json` in z-lab's layout, as far as the fields go.
 
     Args:
-        config: of speculators' layout.
+        config: of speculators' layout, its fields of the right types (`config_fields`).
         where: for messages.
         target_layers: depth of the target, where the file does not say it.
 
@@ -133,9 +133,9 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
         )
     layer = config.get("transformer_layer_config")
     taps = config.get("aux_hidden_state_layer_ids")
-    if not isinstance(layer, dict) or not isinstance(taps, list) or not taps:
+    if layer is None or not taps:
         raise UserError("transformer_layer_config or aux_hidden_state_layer_ids is missing", where=where)
-    if layer.get("model_type", "qwen3") != "qwen3":
+    if (layer.get("model_type") or "qwen3") != "qwen3":
         raise UserError(f"has layers of type {layer['model_type']!r} (qwen3 is supported)", where=where)
     if config.get("target_hidden_size") not in (None, layer.get("hidden_size")):
         raise UserError("is narrower or wider than its target (target_hidden_size)", where=where)
@@ -145,12 +145,12 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
     if causal is None and "sliding_attention" in types and config.get("sliding_window_non_causal"):
         causal = False
     dflash = {
-        "target_layer_ids": [int(tap) - 1 for tap in taps],
+        "target_layer_ids": [tap - 1 for tap in taps],
         "mask_token_id": config.get("mask_token_id"),
         "block_size": config.get("block_size", 8),
         **(config.get("dflash_config") or {}),
     }
-    depth = config.get("num_target_layers", target_layers)
+    depth = config.get("num_target_layers") or target_layers
     fields |= {
         "architectures": ["DFlashDraftModel"],
         "block_size": dflash["block_size"],

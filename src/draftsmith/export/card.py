@@ -7,6 +7,7 @@ Only what is known is written. Recipe and data facts come from the run folder ar
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,19 +66,53 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     """A result of `draftsmith eval --json`.
 
     Raises:
-        UserError: the file is missing or holds something else.
+        UserError: the file is missing, holds something else, or no round was measured.
     """
+    fix = "write one with draftsmith eval --json > FILE"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("tau", "tau_per_response", "answers", "tokens", "speedup", "setting"):
-            content[name]
     except FileNotFoundError:
-        raise UserError("no such file", where=str(path), fix="write one with draftsmith eval --json > FILE") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            "is not an evaluation", where=str(path), fix="write one with draftsmith eval --json > FILE"
-        ) from None
+        raise UserError("no such file", where=str(path), fix=fix) from None
+    except (OSError, ValueError, RecursionError):
+        raise UserError("is not an evaluation", where=str(path), fix=fix) from None
+    if not isinstance(content, dict) or not isinstance(content.get("setting"), dict):
+        raise UserError("is not an evaluation", where=str(path), fix=fix)
+    sampled = content.get("distribution")
+    numbers = {name: content.get(name) for name in ("tau", "tau_per_response", "answers", "tokens", "speedup")}
+    numbers["temperature"] = content["setting"].get("temperature", 0)
+    numbers["p_value"] = 1.0 if sampled is None else sampled.get("p_value") if isinstance(sampled, dict) else sampled
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"is not an evaluation: {name} is {value!r}, not a number", where=str(path), fix=fix)
     return content
+
+
+def claim(figures: dict[str, Any], result: Converted, target: str | None, where: str) -> list[str]:
+    """What is to be told about an evaluation beside an export.
+
+    Args:
+        figures: from `read_evaluation`.
+        result: the export.
+        target: that the card names.
+        where: the evaluation, for messages.
+
+    Raises:
+        UserError: it was made with other weights.
+    """
+    setting, notes = figures["setting"], []
+    measured = setting.get("drafter")
+    if measured is None:
+        notes.append(f"{where} does not say which drafter it measured: the card takes your word for it")
+    elif measured not in result.digests:
+        raise UserError(
+            f"measured another drafter (weights {measured}; here {' and '.join(dict.fromkeys(result.digests))})",
+            where=where,
+            fix="evaluate this drafter, or leave the evaluation out",
+        )
+    there = setting.get("target")
+    if target and there and Path(str(there)).name != Path(target).name:
+        notes.append(f"{where} was measured with the target {there}, the card names {target}")
+    return notes
 
 
 def model_card(
@@ -139,7 +174,7 @@ def _what_it_is(result: Converted, target: str | None) -> list[str]:
         "| | |",
         "| --- | --- |",
         f"| layout | {result.layout}, {name} |",
-        f"| target | {target or 'not stated'}: {spec.target_layers} layers, {spec.vocab_rows} embedding rows |",
+        f"| target | {_cell(target or 'not stated')}: {spec.target_layers} layers, {spec.vocab_rows} embedding rows |",
         f"| drafter | {spec.layers} layers x {spec.hidden_size}, {spec.heads} heads, {spec.kv_heads} K/V heads |",
         f"| attention | {kinds}{window} |",
         f"| block size | {spec.block_size} (slot 0 is the last known token, {spec.block_size - 1} are drafted) |",
@@ -165,11 +200,16 @@ def _tau_table(evaluations: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         if figures.get("distribution"):
             lossless += f" (p = {figures['distribution']['p_value']:.2g})"
         rows.append(
-            f"| {task} | {figures['answers']} | {figures['tokens']} | {figures['tau']:.2f} | "
+            f"| {_cell(task)} | {figures['answers']} | {figures['tokens']} | {figures['tau']:.2f} | "
             f"{figures['tau_per_response']:.2f} | {figures['speedup']:.2f}x | {setting.get('temperature', 0):g} | "
-            f"{setting.get('dtype', '?')} | {setting.get('device', '?')} | {lossless} |"
+            f"{_cell(setting.get('dtype', '?'))} | {_cell(setting.get('device', '?'))} | {lossless} |"
         )
     return rows
+
+
+def _cell(text: Any) -> str:
+    """A text inside a table's cell, whatever it holds."""
+    return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _recipe(run: RunFacts | None) -> list[str]:

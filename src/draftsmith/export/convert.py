@@ -20,7 +20,15 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.drafter.native import CONFIG, WEIGHTS, read_config, read_own_weights, read_spec, read_weights
+from draftsmith.drafter.native import (
+    CONFIG,
+    WEIGHTS,
+    read_config,
+    read_own_weights,
+    read_spec,
+    read_weights,
+    weights_digest,
+)
 from draftsmith.drafter.native import spec_to_config as spec_to_zlab
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, spec_to_speculators
@@ -54,6 +62,7 @@ class Converted:
         source_layout: of what was read.
         spec: geometry.
         dtype: of the weights on disk.
+        digests: `weights_digest` of what was read, and of what was written.
         notices: one line for everything of the source that the result does not hold.
     """
 
@@ -62,6 +71,7 @@ class Converted:
     source_layout: Layout
     spec: DrafterSpec
     dtype: torch.dtype
+    digests: tuple[str, str]
     notices: tuple[str, ...]
 
     def lines(self) -> list[str]:
@@ -81,6 +91,7 @@ class Converted:
             "source_layout": self.source_layout,
             "drafter": vars(self.spec),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "weights": self.digests[1],
             "notices": list(self.notices),
         }
 
@@ -139,13 +150,14 @@ def convert_drafter(
         config = spec_to_speculators(spec, dtype, verifier.name, verifier.architectures)
         if Path(verifier.name).exists():
             notices += (f"the target is named by a path of this machine ({verifier.name}); --verifier names another",)
-    result = Converted(output, layout, layout_of(source), spec, dtype, notices)
+    converted = {name: value.to(dtype).contiguous() for name, value in weights.items()}
+    digests = weights_digest(weights), weights_digest(converted)
+    result = Converted(output, layout, layout_of(source), spec, dtype, digests, notices)
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        converted = {name: value.to(dtype).contiguous() for name, value in weights.items()}
         save_file(converted, str(aside / WEIGHTS), metadata={"format": "pt"})
         # Written for its owner alone by default; a served file is read by others.
         os.chmod(aside / WEIGHTS, 0o644)
@@ -164,7 +176,7 @@ def _verifier_of(source: Path) -> Verifier | None:
     config = read_config(source)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     name = verifier.get("name_or_path")
-    return Verifier(str(name), tuple(verifier.get("architectures") or ())) if name else None
+    return Verifier(name, tuple(verifier.get("architectures") or ())) if name else None
 
 
 def _left_behind(source: Path, spec: DrafterSpec) -> tuple[str, ...]:
@@ -173,7 +185,7 @@ def _left_behind(source: Path, spec: DrafterSpec) -> tuple[str, ...]:
     notices = []
     if is_speculators(config):
         held = sorted(TARGET_OWNED & set(read_weights(source)))
-        if config.get("draft_vocab_size", spec.vocab_rows) != spec.vocab_rows:
+        if config.get("draft_vocab_size") not in (None, spec.vocab_rows):
             notices.append(
                 f"the reduced vocabulary of {config['draft_vocab_size']} rows is left out: drafts come from all "
                 f"{spec.vocab_rows} rows of the target's head; hidden states are the same"

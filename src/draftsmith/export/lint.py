@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config import TargetConfig
-from draftsmith.drafter.native import read_config, read_spec
+from draftsmith.drafter.config_fields import field_faults
+from draftsmith.drafter.native import CONFIG, read_config, stated_spec
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import is_speculators
 from draftsmith.errors import UserError
@@ -26,14 +27,18 @@ from draftsmith.export.lint_rules import (
     Outcome,
     Severity,
     TargetFacts,
+    Tensors,
     check_block_size,
     check_dtype,
+    check_faults,
     check_ignored,
+    check_quantization,
     check_rope,
     check_taps,
     check_target,
     check_tensors,
     check_vocabulary,
+    everybody,
     read_tensors,
 )
 from draftsmith.target.geometry import geometry_of
@@ -125,35 +130,49 @@ def lint(folder: Path, target: TargetConfig | None = None, engines: tuple[str, .
     Raises:
         UserError: no `config.json`, unreadable weights, or a target that does not exist.
     """
-    config = read_config(folder)
-    findings: list[Finding] = []
+    config, tensors = read_config(folder), read_tensors(folder)
     facts = None if target is None else _target_facts(target)
-    spec = None
-    try:
-        spec = read_spec(folder, None if facts is None else facts.geometry.layers)
-    except UserError as error:
-        findings.append(Finding("config", "error", error.what))
-    files = Files(folder, config, read_tensors(folder), spec)
-    readings = {name: _read(reader, config) for name, reader in READERS.items()}
-    findings += _from_readings(readings, spec)
-    for rule in (check_tensors, check_block_size, check_taps, check_rope, check_vocabulary, check_dtype):
-        findings += rule(files)
-    findings += check_ignored(files)
-    if facts is not None:
-        findings += check_target(files, facts)
     layout = "speculators" if is_speculators(config) else "zlab"
     asked = engines or (("vllm", "speculators") if layout == "speculators" else ("zlab", "sglang", "vllm"))
+    findings = [Finding("config", "error", text, everybody("refuses")) for text in field_faults(config)]
+    readings = {name: Reading() for name in ENGINES}
+    # Every rule below takes the fields' types for granted.
+    if findings:
+        findings.append(Finding("config", "info", "nothing else was checked: the fields above have to be right first"))
+    else:
+        readings = {name: _read(reader, config) for name, reader in READERS.items()}
+        findings = list(_findings(folder, config, tensors, readings, facts))
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda finding: order[finding.severity])
     verdicts = {name: _verdict(name, readings[name], findings) for name in ENGINES}
     return LintReport(folder, layout, tuple(findings), verdicts, asked)
 
 
+def _findings(
+    folder: Path, config: dict[str, Any], tensors: Tensors, readings: dict[str, Reading], facts: TargetFacts | None
+) -> Iterator[Finding]:
+    """What every rule says."""
+    spec = None
+    try:
+        spec = stated_spec(config, str(folder / CONFIG), None if facts is None else facts.geometry.layers)
+    except UserError as error:
+        yield Finding("config", "error", error.what)
+    files = Files(folder, config, tensors, spec)
+    yield from _from_readings(readings, spec)
+    for rule in (
+        *(check_faults, check_tensors, check_quantization, check_block_size, check_taps, check_rope),
+        *(check_vocabulary, check_dtype, check_ignored),
+    ):
+        yield from rule(files)
+    if facts is not None:
+        yield from check_target(files, facts)
+
+
 def _read(reader: Any, config: dict[str, Any]) -> Reading:
-    """A reading; a config whose fields have the wrong types is refused by everybody."""
+    """A reading; an engine that needs a field which is missing refuses."""
     try:
         return reader(config)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         reading = Reading()
         reading.refuse("config", f"a field cannot be read: {error}")
         return reading

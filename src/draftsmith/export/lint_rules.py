@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.drafter.native import INDEX, WEIGHTS, expected_shapes, read_weights
+from draftsmith.drafter.native import INDEX, WEIGHTS, expected_shapes, layer_config, read_weights
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators
 from draftsmith.errors import UserError
@@ -26,6 +26,7 @@ from draftsmith.target.geometry import TargetGeometry
 
 Severity = Literal["error", "warning", "info"]
 Outcome = Literal["loads", "differs", "refuses"]
+Tensors = dict[str, tuple[tuple[int, ...], str]]  # name → (shape, dtype)
 
 # Fields that somebody reads, or that are known to be harmless; everything else is named as ignored.
 _KNOWN = {
@@ -84,17 +85,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Files:
-    """What lies in the folder. `tensors`: name → (shape, dtype)."""
+    """What lies in the folder. `config` is free of `field_faults`."""
 
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], str]]
+    tensors: Tensors
     spec: DrafterSpec | None
 
     @property
     def layer_config(self) -> dict[str, Any]:
         """Where the dimensions stand."""
-        return self.config.get("transformer_layer_config") or {} if is_speculators(self.config) else self.config
+        return layer_config(self.config)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def everybody(outcome: Outcome) -> dict[str, Outcome]:
     return dict.fromkeys(ENGINES, outcome)
 
 
-def read_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def read_tensors(folder: Path) -> Tensors:
     """Names, shapes and dtypes from the headers of all weight files."""
     paths = [folder / WEIGHTS]
     if not paths[0].exists() and (folder / INDEX).exists():
@@ -136,10 +137,18 @@ def read_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
+def check_faults(files: Files) -> Iterator[Finding]:
+    """Numbers of the config that do not fit each other."""
+    for rule, text in () if files.spec is None else files.spec.faults():
+        # Only SGLang asks for the kind of a layer, which `engines` says; the others run an unknown one as a full one.
+        deaf: dict[str, Outcome] = {"zlab": "differs", "vllm": "differs", "speculators": "differs"}
+        yield Finding(rule, "error", text, deaf if rule == "layer-type-unknown" else everybody("refuses"))
+
+
 def check_tensors(files: Files) -> Iterator[Finding]:
     if files.spec is None:
         return
-    expected = expected_shapes(files.spec)
+    expected = expected_shapes(files.spec) | _bias_shapes(files)
     found = {name: shape for name, (shape, _) in files.tensors.items()}
     prefixed = [name for name in found if name.startswith("model.") and name.removeprefix("model.") in expected]
     if prefixed:
@@ -151,7 +160,8 @@ def check_tensors(files: Files) -> Iterator[Finding]:
             outcomes,
         )
         found = {name.removeprefix("model."): shape for name, shape in found.items()}
-    missing = sorted(expected.keys() - found.keys())
+    biases = _bias_shapes(files).keys()
+    missing = sorted(expected.keys() - found.keys() - biases)
     if missing:
         yield Finding(
             "tensor-missing",
@@ -159,6 +169,7 @@ def check_tensors(files: Files) -> Iterator[Finding]:
             f"{_some(missing)}: nobody checks; the engines decode with whatever stands in memory or with fresh weights",
             everybody("differs"),
         )
+    yield from _biases(sorted(biases), sorted(biases - found.keys()))
     own = TARGET_OWNED if is_speculators(files.config) else frozenset()
     extra = sorted(found.keys() - expected.keys() - own)
     if extra:
@@ -183,6 +194,53 @@ def check_tensors(files: Files) -> Iterator[Finding]:
             "warning",
             "mask_embedding.pt: vLLM puts it in the mask token's place; the others use the target's row",
             {"zlab": "differs", "sglang": "differs", "speculators": "differs"},
+        )
+
+
+def _bias_shapes(files: Files) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the bias tensors that an engine makes for this config; none without `attention_bias`."""
+    spec = files.spec
+    if spec is None or not files.layer_config.get("attention_bias"):
+        return {}
+    sizes = {"q": spec.heads * spec.head_dim, "o": spec.hidden_size}
+    sizes |= dict.fromkeys("kv", spec.kv_heads * spec.head_dim)
+    return {
+        f"layers.{layer}.self_attn.{name}_proj.bias": (size,)
+        for layer in range(spec.layers)
+        for name, size in sizes.items()
+    }
+
+
+def _biases(names: list[str], missing: list[str]) -> Iterator[Finding]:
+    """What `attention_bias` does, by the bias tensors that the file lacks."""
+    if missing:
+        yield Finding(
+            "attention-bias",
+            "error",
+            f"attention_bias is true, but {_some(missing)} are not here: nobody checks; the engines decode with fresh "
+            "biases or whatever stands in memory",
+            everybody("differs"),
+        )
+    elif names:
+        yield Finding(
+            "attention-bias",
+            "warning",
+            f"attention has biases ({len(names)} tensors), which z-lab and speculators load and use; draftsmith's own "
+            "model has none, so this drafter can be neither imported, decoded nor trained here",
+        )
+
+
+def check_quantization(files: Files) -> Iterator[Finding]:
+    """Engines load weights by this field; a drafter whose tensors are plain must not have it."""
+    said = files.layer_config.get("quantization_config") or files.config.get("quantization_config")
+    if said is not None:
+        method = said.get("quant_method", "no method")
+        yield Finding(
+            "quantization",
+            "error",
+            f"quantization_config ({method}): transformers, vLLM and SGLang load the weights by it, so they refuse "
+            "plain ones, quantise them, or ignore the field, as the method has it",
+            everybody("differs"),
         )
 
 
@@ -223,11 +281,6 @@ def check_taps(files: Files) -> Iterator[Finding]:
     spec = files.spec
     if spec is None:
         return
-    odd = [tap for tap in spec.taps if not 0 <= tap < spec.target_layers]
-    if odd:
-        yield Finding(
-            "tap-range", "error", f"taps {odd} are outside the target's {spec.target_layers}", everybody("refuses")
-        )
     if len(set(spec.taps)) != len(spec.taps):
         yield Finding("tap-twice", "warning", f"taps {list(spec.taps)} name a layer twice")
     if spec.target_layers - 1 in spec.taps:
@@ -239,7 +292,7 @@ def check_taps(files: Files) -> Iterator[Finding]:
             {"zlab": "differs", "sglang": "differs", "vllm": "differs", "speculators": "refuses"},
         )
     aux = files.config.get("eagle_aux_hidden_state_layer_ids")
-    if aux is not None and [int(number) - 1 for number in aux] != list(spec.taps):
+    if aux is not None and [number - 1 for number in aux] != list(spec.taps):
         yield Finding(
             "tap-offset",
             "error",
@@ -252,7 +305,7 @@ def check_rope(files: Files) -> Iterator[Finding]:
     config = files.layer_config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     inner, outer = rope.get("rope_theta"), config.get("rope_theta")
-    if inner is not None and outer is not None and float(inner) != float(outer):
+    if inner is not None and outer is not None and inner != outer:
         yield Finding(
             "rope-theta-twice",
             "warning",
@@ -295,7 +348,7 @@ def check_vocabulary(files: Files) -> Iterator[Finding]:
         return
     wrong = [f"{name} is {list(held[name])}, not {list(need[name])}" for name in need if held[name] != need[name]]
     if not wrong:
-        wrong = list(_map_faults(files.folder, int(reduced)))
+        wrong = list(_map_faults(files.folder, reduced))
     if wrong:
         yield Finding("vocabulary-maps", "error", _some(wrong), {"vllm": "differs", "speculators": "refuses"})
     else:
@@ -319,6 +372,9 @@ def check_dtype(files: Files) -> Iterator[Finding]:
     own = {dtype for name, (_, dtype) in files.tensors.items() if name not in TARGET_OWNED}
     found = sorted(names.get(dtype, dtype) for dtype in own)
     said = files.config.get("dtype") or files.config.get("torch_dtype")
+    for name in {said, files.layer_config.get("dtype")}:
+        if name and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
+            yield Finding("dtype", "error", f"the config's dtype {name!r} is none of torch's", everybody("refuses"))
     if len(found) > 1:
         yield Finding("dtype", "warning", f"tensors of several dtypes: {', '.join(found)}")
     elif found and said is not None and str(said).removeprefix("torch.") != found[0]:
@@ -419,8 +475,8 @@ def _mask_token(spec: DrafterSpec, target: TargetFacts) -> Iterator[Finding]:
 
 def _verifier(files: Files, target: TargetFacts) -> Iterator[Finding]:
     named = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    path = Path(str(named))
-    if path.is_dir() and not any(path.glob("*.safetensors*")):
+    path = Path(named or "")
+    if named and path.is_dir() and not any(path.glob("*.safetensors*")):
         yield Finding(
             "verifier",
             "error",

@@ -33,6 +33,7 @@ from draftsmith.blocks import Row
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.template import Tokeniser
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
+from draftsmith.decode.rounds import answer_limit
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.export.card import find_run
@@ -334,7 +335,7 @@ def check_parity(
         progress: called with (answers compared, answers).
 
     Raises:
-        UserError: no prompts, or nothing could be compared.
+        UserError: no prompts, one that leaves no room in the target's positions, or nothing could be compared.
     """
     if not prompts:
         raise UserError("there are no prompts to decode", where="parity")
@@ -344,7 +345,8 @@ def check_parity(
     for index, (prompt, ids) in enumerate(
         zip(prompts, encode_prompts(prompts, target.tokenizer, template_options), strict=True)
     ):
-        served = decoding_trace(target, proposer, ids, max_new_tokens, target.stop_ids)
+        limit = answer_limit(target, ids, max_new_tokens, prompt.source)
+        served = decoding_trace(target, proposer, ids, limit, target.stop_ids)
         row = training_row(served.tokens, served.prompt)
         anchors = served.anchors
         if index == 0:
