@@ -196,7 +196,7 @@ def test_train_exit_codes(
 
     stand_in(monkeypatch, "draftsmith.pipeline.run", train=train)
     assert cli.main(["train", config, "training.steps=20", "--resume", "--max-minutes", "1.5"]) == code
-    assert asked == {"steps": 20, "resume": True, "max_minutes": 1.5, "overfit": False}
+    assert asked == {"steps": 20, "resume": True, "max_minutes": 1.5, "overfit": False, "last": True}
     out, err = capsys.readouterr()
     assert f"{changes.get('reason', 'all steps done')} at step 20: loss 1.500, τ proxy 2.25" in out
     assert ("NO: one row was not learned" in out) == (code == 1)

@@ -9,6 +9,7 @@ for torch.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ import draftsmith
 from draftsmith.cli_bench import bench
 from draftsmith.cli_compile import compile_app, doctor
 from draftsmith.cli_data import data_app
-from draftsmith.cli_export import chat, export, import_drafter
+from draftsmith.cli_export import chat, export, import_drafter, refuse_options
 from draftsmith.cli_run import report, status, watch
 from draftsmith.errors import UserError
 
@@ -82,6 +83,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    _print_anything()
     try:
         code = app(args=arguments or ["--help"], prog_name="draftsmith", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -146,6 +148,9 @@ def train(
     json_: Json = False,
 ) -> int:
     """Train a drafter."""
+    from draftsmith.pipeline.signals import ignore_user_signal
+
+    ignore_user_signal()  # before torch is imported, which takes seconds
     from draftsmith.config import load_config
 
     if plan and (resume or overfit):
@@ -174,7 +179,9 @@ def train(
 
         try:
             with LiveLine() as live:
-                result = train_run(run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live)
+                result = train_run(
+                    run, resume=resume, max_minutes=max_minutes, overfit=overfit, listener=live, last=True
+                )
         except HungError:
             leave_soon()
             raise
@@ -211,32 +218,47 @@ def evaluate_drafter(
     json_: Json = False,
 ) -> int:
     """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
-    from draftsmith.decode.prompts import encode_prompts, read_prompts
+    from draftsmith.decode.prompts import encode_prompts, later_turns, prompts_digest, read_prompts
     from draftsmith.observe.live import LiveLine
 
+    if parity:
+        given: dict[str, Any] = {
+            "--temperature": temperature,
+            "--top-k": top_k,
+            "--top-p": top_p != 1.0,
+            "--seed": seed,
+        }
+        given |= {"--block-size": block_size, "--compile on": compile == "on"}
+        refuse_options("--parity compares greedy answers in eager rounds of whole blocks", given)
+    elif not temperature:
+        refuse_options("without --temperature nothing is sampled", {"--top-k": top_k, "--top-p": top_p != 1.0})
     with _report(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts)[:limit]
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
 
-        from draftsmith.decode.evaluate import evaluate, take_turns
+        from draftsmith.decode.evaluate import evaluate, leave_room, take_turns
         from draftsmith.decode.static import StaticRounds
-        from draftsmith.drafter.native import load_drafter
+        from draftsmith.drafter.native import load_drafter, read_own_weights, weights_digest
 
         model = load_drafter(drafter, frozen.device, frozen.dtype, frozen.geometry.layers)
         model.spec.require_target(frozen.geometry, str(drafter))
         if parity:
-            if compile == "on":
-                raise UserError("--parity compares eager rounds", where="--compile on", fix="leave it out")
             from draftsmith.export.parity import check_parity, training_text_of
 
+            fitting, notes = leave_room(frozen, asked, max_new_tokens)
+            notes = [note for note in (later_turns(asked, str(prompts)), *notes) if note]
+            for note in notes:
+                live({"kind": "notice", "text": note})
             compared = check_parity(
-                model, frozen, asked, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
+                model, frozen, fitting, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
             )
             live.close()
-            report(compared.lines(), compared.to_json())
+            report(compared.lines(), {**compared.to_json(), "notices": notes})
             return 0 if compared.fault is None else 1
         rounds = StaticRounds(frozen, compile)
-        turns = take_turns(frozen, asked, max_new_tokens, rounds=rounds)
+        turns, notes = leave_room(frozen, take_turns(frozen, asked, max_new_tokens, rounds=rounds), max_new_tokens)
+        for note in notes:
+            live({"kind": "notice", "text": note})
         evaluation = evaluate(
             model,
             frozen,
@@ -249,9 +271,14 @@ def evaluate_drafter(
             seed=seed,
             progress=lambda done, total: live({"kind": "step", "unit": "prompt", "step": done, "steps": total}),
             rounds=rounds,
+            measured={
+                "drafter": weights_digest(read_own_weights(drafter, model.spec)),
+                "target": target,
+                "prompts": prompts_digest(asked),
+            },
         )
         live.close()
-        report(_evaluation_lines(evaluation), evaluation.to_json())
+        report(_evaluation_lines(evaluation), {**evaluation.to_json(), "notices": notes})
     return 0 if evaluation.lossless else 1
 
 
@@ -331,7 +358,7 @@ class _Report:
         text = lines if isinstance(lines, str) else "\n".join(lines)
         print(text)
         if self._as_json:
-            print(json.dumps(content, ensure_ascii=False), file=self._stdout, flush=True)
+            print(json.dumps(content), file=self._stdout, flush=True)
 
 
 @contextlib.contextmanager
@@ -360,9 +387,12 @@ def _evaluation_lines(evaluation: Evaluation) -> list[str]:
         if figures is None:
             lines.append(f"{name}: none")
             continue
+        lines.append(f"{name}: {figures.answers} answers, {figures.tokens} tokens")
+        if not figures.rounds:
+            lines.append("  no rounds: answers ended at their first token")
+            continue
         slots = " ".join(f"{share:.2f}" for share in figures.accept_by_slot)
         lines += [
-            f"{name}: {figures.answers} answers, {figures.tokens} tokens",
             f"  τ {figures.tau:.3f} pooled, {figures.tau_per_response:.3f} per response; "
             f"prompt look-up {figures.tau_prompt_lookup:.3f}",
             f"  accepted by slot {slots}",
@@ -420,6 +450,13 @@ def _take_devices(per_rank: int | None) -> None:
         from draftsmith.pipeline.seat import Seat
 
         Seat.read().take_devices(per_rank)
+
+
+def _print_anything() -> None:
+    """A letter that the terminal's or the log's encoding lacks is printed as a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _another_finds_it() -> bool:

@@ -72,7 +72,7 @@ def preview(
         _tell([f"wrote {page}"], {"page": str(page)}, json_)
         return 0
     if json_:
-        print(json.dumps({"rows": [_picture_json(picture) for picture in pictures]}, ensure_ascii=False))
+        print(json.dumps({"rows": [_picture_json(picture) for picture in pictures]}))
         return 0
     _show(pictures)
     return 0
@@ -252,7 +252,7 @@ def _counter(live: Callable[[dict[str, Any]], None]) -> Callable[[int], None]:
 def _tell(lines: list[str], content: dict[str, Any], as_json: bool) -> None:
     print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(content, ensure_ascii=False))
+        print(json.dumps(content))
 
 
 def _show(pictures: list[RowPicture]) -> None:

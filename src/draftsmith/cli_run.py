@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from draftsmith.errors import UserError
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 
@@ -20,7 +22,7 @@ def status(run: Run, json_: Json = False) -> int:
     found = read_status(run)
     print("\n".join(found.lines()), file=sys.stderr if json_ else sys.stdout)
     if json_:
-        print(json.dumps(found.to_json(), ensure_ascii=False))
+        print(json.dumps(found.to_json()))
     return 0 if found.healthy else 1
 
 
@@ -43,6 +45,8 @@ def report(
 ) -> int:
     """Write a run's report, or a comparison of runs, as one HTML file."""
     if trace is not None:
+        if output is not None:
+            raise UserError("--trace names its own file", where="command line", fix="leave out --output")
         return _trace(runs, trace, json_)
     from draftsmith.observe.report import write_report
 
@@ -54,7 +58,6 @@ def report(
 
 
 def _trace(runs: list[Path], output: Path, json_: bool) -> int:
-    from draftsmith.errors import UserError
     from draftsmith.observe.trace import write_trace
 
     if len(runs) > 1:

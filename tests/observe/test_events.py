@@ -70,7 +70,7 @@ def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
 
     def work(worker: int) -> None:
         for number in range(200):
-            log.write("work", worker=worker, number=worker * 1000 + number, text="x" * 300)
+            log.write("count", worker=worker, number=worker * 1000 + number, text="x" * 300)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(8)]
     for thread in threads:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.observe.devices import JUST_BEGUN
 from draftsmith.observe.events import EventLog, read_events
 from draftsmith.observe.notice import Noticer, causes_of, environment_changes, find_earlier
 
@@ -40,7 +43,8 @@ def work(log: EventLog, worker: str, seconds: float, rows: int = 60) -> None:
 
 
 def vitals(log: EventLog, *, load: float = 1.0, pressure: float = 0.05, retries: int = 0, **device: Any) -> None:
-    facts = {"device": "cuda:0", "clock": 1980, "clock_max": 1980, "slowed_by": [], "retries": retries, **device}
+    usual = {"device": "cuda:0", "clock": 1980, "clock_max": 1980, "slowed_by": [], "volatility": 0.0}
+    facts = {**usual, "retries": retries, **device}
     log.write(
         "vitals", devices=[facts], host={"load": load, "cores": 8, "cpu_pressure": pressure}, workers={}, queues={}
     )
@@ -89,6 +93,11 @@ CAUSES = {
         {},
         "cuda:0 is short of memory: the allocator gave memory back and asked again 7 times since",
     ),
+    "volatility": (
+        lambda log: vitals(log, volatility=0.4, volatile_because="tensors of new sizes"),
+        {},
+        "memory on cuda:0 is 40% volatile, 0% then (tensors of new sizes)",
+    ),
     "pressure": (
         lambda log: vitals(log, pressure=0.6),
         {},
@@ -132,6 +141,21 @@ def test_the_cause_is_the_one_that_the_record_proves(log: EventLog, kind: str) -
     (notice,) = notices(log, "slow")
     assert notice["causes"] == [text]
     assert notice["text"].endswith(text)
+
+
+def test_memory_that_fills_at_the_start_proves_nothing() -> None:
+    def facts(**device: Any) -> dict[str, Any]:
+        return {"devices": [{"device": "cuda:0", **device}]}
+
+    calm, odd = facts(volatility=0.0), facts(volatility=0.9, volatile_because="tensors of new sizes")
+    assert causes_of(calm, odd) == ["memory on cuda:0 is 90% volatile, 0% then (tensors of new sizes)"]
+    assert causes_of(calm, facts(volatility=0.9, volatile_because=JUST_BEGUN)) == []
+    assert causes_of(odd, odd) == causes_of(facts(), odd) == causes_of({}, odd) == []
+
+
+def test_work_that_took_no_time_is_compared_with_nothing() -> None:
+    rows = {"target 0": 0.0, "target 1": 0.0, "target 2": 0.1}
+    assert causes_of({"row_seconds": rows}, {"row_seconds": rows}) == []
 
 
 def test_who_keeps_the_drafters_waiting() -> None:
@@ -220,6 +244,61 @@ def test_an_earlier_run_with_the_same_shapes_and_cards_is_found(tmp_path: Path) 
     assert (found.folder, found.rate) == (tmp_path / "b", 1000.0)
     assert find_earlier(tmp_path / "now", {"cuda:0": "CPU"}) is None
     assert find_earlier(tmp_path / "f", CARDS) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"time":1,"kind":"step"}', '{"kind":"step","step":1}', '{"time":1,"kind":"step","step":"1"}',
+        '{"time":1,"kind":"summary","content":[]}', '{"time":1,"kind":"summary","content":{"step":7,"history":[[]]}}',
+    ],
+)  # fmt: skip
+def test_what_neighbours_wrote_ends_no_run(tmp_path: Path, line: str) -> None:
+    make_run(tmp_path / "a", 1000.0).close()
+    with open(tmp_path / "a" / "events.jsonl", "a") as file:
+        file.write(f"{line}\n")
+    make_run(tmp_path / "now", 0.0).close()
+    found = find_earlier(tmp_path / "now", CARDS)
+    assert found is not None
+    assert found.rate == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run.json", '{"config": {"training": []}}'), ("run.json", '{"config": 1}'), ("run.json", "[" * 100_000),
+        ("environment.json", '{"machine": []}'), ("environment.json", '{"packages": "torch"}'),
+    ],
+)  # fmt: skip
+def test_files_of_neighbours_that_are_shaped_otherwise(tmp_path: Path, file: str, content: str) -> None:
+    make_run(tmp_path / "a", 1000.0).close()
+    (tmp_path / "a" / file).write_text(content)
+    make_run(tmp_path / "now", 0.0).close()
+    found = find_earlier(tmp_path / "now", CARDS)
+    assert (found is None) == (file == "run.json")
+    assert environment_changes(tmp_path / "a", tmp_path / "now") == []
+
+
+def test_neighbours_that_may_not_be_looked_into_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c", "now"):
+        make_run(tmp_path / name, 0.0 if name == "now" else 1000.0).close()
+    (tmp_path / "c" / "events.jsonl").unlink()
+    os.mkfifo(tmp_path / "c" / "events.jsonl")  # whoever opens it waits for a writer
+    real = Path.stat
+
+    def closed(self: Path, **named: Any) -> os.stat_result:
+        if self.parent == tmp_path / "a":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, **named)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    found = find_earlier(tmp_path / "now", CARDS)
+    assert found is not None
+    assert found.folder == tmp_path / "b"
+    monkeypatch.setattr(Path, "iterdir", lambda _self: closed(tmp_path / "a" / "x"))
+    assert find_earlier(tmp_path / "now", CARDS) is None
 
 
 def test_slower_than_an_earlier_run_with_what_changed(tmp_path: Path) -> None:

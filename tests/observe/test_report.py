@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -29,8 +31,6 @@ EVIL = "<img src=x onerror=document.body.dataset.evil=1></script><b>&\"'"
 def make_run(folder: Path, *, best: float = 3.0, steps: int = 300, lr: float = 1e-3, torch: str = "2.11.0") -> Path:
     """A run of two targets and a drafter on two cards, as its log and files would be."""
     folder.mkdir(parents=True)
-    import os
-
     os.close(take_lock(folder))
     config = {"target": {"path": EVIL}, "optimizer": {"lr": lr}, "training": {"steps": steps, "output": str(folder)}}
     run = {"fingerprint": "c0ffee", "created": f"2026-01-0{1 + (lr > 1e-3)}T00:00:00+0000", "config": config}
@@ -169,6 +169,46 @@ def test_comparing_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "Changed since the run before, a" in Reader(alone).text
 
 
+def test_runs_are_named_by_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make_run(tmp_path / place) for place in ("a/run", "b/run", "b/other")]
+    page = write_report(runs, tmp_path / "r.html")
+    assert "a/run against b/run against other" in Reader(page.read_text()).text
+    assert {trace["name"] for trace in figures_in(page)["lr"]["data"]} == {"a/run", "b/run", "other"}
+    monkeypatch.chdir(runs[0])
+    assert main(["report", "."]) == 0
+    assert "Run run" in Reader(Path("report.html").read_text()).text
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run").rename(tmp_path / os.fsdecode(b"r\xff"))
+    assert main(["report", str(run)]) == 0
+    assert "Run r?" in Reader((run / "report.html").read_text()).text
+
+
+def test_options_that_a_report_cannot_honour_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, trace = make_run(tmp_path / "run"), tmp_path / "t.json"
+    assert main(["report", str(run), "--trace", str(trace), "-o", str(tmp_path / "x.html")]) == 2
+    assert "--trace names its own file (leave out --output)" in capsys.readouterr().err
+    assert not trace.exists()
+
+
+def test_a_folder_that_may_only_be_read_needs_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, real = make_run(tmp_path / "run"), Path.write_text
+
+    def write_text(self: Path, *arguments: Any, **named: Any) -> int:
+        if self.parent == run:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    assert main(["report", str(run)]) == 2
+    message = "cannot be written: Read-only file system (name a file elsewhere with --output)"
+    assert message in capsys.readouterr().err
+    assert main(["report", str(run), "-o", str(tmp_path / "x.html")]) == 0
+
+
 def test_what_cannot_be_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such run folder"):
         write_report([tmp_path / "none"], tmp_path / "r.html")
@@ -290,7 +330,6 @@ def test_in_a_browser_light_dark_and_on_a_phone(tmp_path: Path) -> None:
     assert all(100 < width <= 500 for width in phone["widths"])
 
 
-@needs_browser
 def test_the_balance_of_a_run(tmp_path: Path) -> None:
     """The sentence, each worker's time, and of each device the most volatile moment behind its first."""
     run = make_run(tmp_path / "run")
@@ -310,6 +349,7 @@ def test_the_balance_of_a_run(tmp_path: Path) -> None:
     assert "16.00 25.0% somebody emptied the cache" in text
 
 
+@needs_browser
 def test_names_that_are_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     evil = tmp_path / "<img src=x onerror=document.body.dataset.evil=1><b>bold"
     view = shown(write_report([make_run(tmp_path / "a"), make_run(evil)], tmp_path / "r.html"), tmp_path / "profile")

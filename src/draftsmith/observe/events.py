@@ -122,7 +122,8 @@ class EventLog:
 def read_events(path: str | Path) -> Iterator[Event]:
     """Yields the events of a file in the order of writing, also while a run writes it.
 
-    Lines that are not whole (torn by a crash, or half written at this moment) are skipped, and so are summaries.
+    Lines that are not whole (torn by a crash, or half written at this moment) are skipped, and so are summaries; for an
+    event that is malformed one of that kind comes (`summary.parse`).
 
     Raises:
         UserError: the file is missing or cannot be read.

@@ -47,7 +47,7 @@ def figures_of(runs: Sequence[History]) -> list[tuple[str, str, str, Any]]:
         many = len(runs) > 1
         add(
             f"slots-{runs.index(run)}",
-            f"Acceptance by slot{f': {run.folder.name}' if many else ''}",
+            f"Acceptance by slot{f': {run.name}' if many else ''}",
             "Share of blocks whose drafts up to this slot all stand.",
             _slots(run),
         )
@@ -62,7 +62,7 @@ def figures_of(runs: Sequence[History]) -> list[tuple[str, str, str, Any]]:
     add("use", "Device use", "Share of the time in which a kernel ran.", _vitals(runs, "use", percent=True))
     add("memory", "Device memory, GiB", "In use on the card, by everybody.", _vitals(runs, "memory_used", scale=GIB))
     for index, run in enumerate(runs):
-        named = f": {run.folder.name}" if len(runs) > 1 else ""
+        named = f": {run.name}" if len(runs) > 1 else ""
         add(
             f"shares-{index}",
             f"Where time goes{named}",
@@ -78,7 +78,7 @@ def figures_of(runs: Sequence[History]) -> list[tuple[str, str, str, Any]]:
     for index, run in enumerate(runs):
         add(
             f"timeline-{index}",
-            f"Pipeline timeline{f': {run.folder.name}' if len(runs) > 1 else ''}",
+            f"Pipeline timeline{f': {run.name}' if len(runs) > 1 else ''}",
             "The last rows, by worker; gaps are waiting. Host time.",
             _timeline(run),
         )
@@ -111,7 +111,7 @@ def _line(figure: Figure, x: Sequence[Any], y: Sequence[float], name: str, colou
 
 
 def _name(runs: Sequence[History], index: int, what: str) -> str:
-    return what if len(runs) == 1 else f"{runs[index].folder.name}: {what}"
+    return what if len(runs) == 1 else f"{runs[index].name}: {what}"
 
 
 def _with_held_out(runs: Sequence[History], name: str) -> Figure | None:
@@ -187,7 +187,7 @@ def _simple(runs: Sequence[History], name: str, *, log: bool, percent: bool) -> 
         steps, values = run.train.pairs(name)
         if steps:
             shown = len(runs) > 1
-            _line(figure, *thin(steps, values), run.folder.name, COLOURS[index], showlegend=shown, width=1.5)
+            _line(figure, *thin(steps, values), run.name, COLOURS[index], showlegend=shown, width=1.5)
     return figure if figure.data else None
 
 

@@ -6,16 +6,17 @@ Memory grows with the number of steps (some 200 bytes each), not with that of ev
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
+from draftsmith.observe.shape import read_record
 from draftsmith.observe.summary import Event, Summary, number
 
 STEP_FIELDS = ("loss", "tau_proxy", "lr", "grad_norm", "tokens_per_second", "data_wait")
@@ -55,6 +56,7 @@ class History:
 
     Attributes:
         folder: of the run.
+        name: of the run, for people; a report of several makes them differ (`names_of`).
         summary: what all events add up to.
         train, held_out, tau: curves of "step", "eval" and "tau" events.
         slots: accepted share by slot, of "step" events.
@@ -62,9 +64,11 @@ class History:
         spans: the last spans of work: worker, row, start, end (wall clock, seconds).
         evidence: all "evidence" events.
         files: the run's JSON files by name ("run", "resolved", "environment", "ledger"); missing ones are empty.
+        damaged: names of the files that are there and cannot be understood; they are empty, too.
     """
 
     folder: Path
+    name: str = ""
     summary: Summary = field(default_factory=Summary)
     train: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
@@ -74,6 +78,7 @@ class History:
     spans: deque[Event] = field(default_factory=lambda: deque(maxlen=SPANS))
     evidence: list[Event] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
 
 
 def read_history(folder: str | Path, most_vitals: int = 3000) -> History:
@@ -85,12 +90,33 @@ def read_history(folder: str | Path, most_vitals: int = 3000) -> History:
     path = Path(folder)
     if not path.is_dir():
         raise UserError("no such run folder", where=str(path))
-    history = History(path)
+    history = History(path, path.resolve().name)
     _fold(history, read_events(path / "events.jsonl"), most_vitals)
     if not history.train.steps:
         raise UserError("no training step to report", where=str(path))
-    history.files = {name: _read_json(path / f"{name}.json") for name in ("run", "resolved", "environment", "ledger")}
+    for name in ("run", "resolved", "environment", "ledger"):
+        file = path / f"{name}.json"
+        record = read_record(file)
+        history.files[name] = record or {}
+        if record is None and file.exists():
+            history.damaged.append(file.name)
     return history
+
+
+def names_of(runs: Iterable[History]) -> list[str]:
+    """A name for each run: its folder's, with as many folders around it as tell it from the others."""
+    places = [run.folder.resolve() for run in runs]
+
+    def tail(place: Path, length: int) -> str:
+        return "/".join(place.parts[-length:])
+
+    names = []
+    for place in places:
+        others, length = {each for each in places if each != place}, 1
+        while any(tail(other, length) == tail(place, length) for other in others):
+            length += 1
+        names.append(tail(place, length))
+    return names
 
 
 def _fold(history: History, events: Iterable[Event], most_vitals: int) -> None:
@@ -119,14 +145,6 @@ def _fold(history: History, events: Iterable[Event], most_vitals: int) -> None:
                 history.vitals, every = history.vitals[::2], every * 2
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, "drafter.layers": 5."""
     flat: dict[str, Any] = {}
@@ -140,12 +158,13 @@ def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def previous_run(folder: Path) -> Path | None:
     """The run beside `folder` that was started last before it; None if there is none, or nobody knows."""
-    own = _read_json(folder / "run.json").get("created")
+    own = (read_record(folder / "run.json") or {}).get("created")
     if not isinstance(own, str):
         return None
     found = []
-    for path in folder.resolve().parent.iterdir():
-        created = _read_json(path / "run.json").get("created") if path.is_dir() else None
-        if isinstance(created, str) and created < own and path != folder.resolve():
-            found.append((created, path))
+    with suppress(OSError):  # the folder around it may be closed to us
+        for path in folder.resolve().parent.iterdir():
+            created = (read_record(path / "run.json") or {}).get("created")
+            if isinstance(created, str) and created < own and path != folder.resolve():
+                found.append((created, path))
     return max(found)[1] if found else None

@@ -159,6 +159,13 @@ def notable_line(event: Event) -> str | None:
     return None
 
 
+def printable(text: str) -> str:
+    """A text as one line that leaves the terminal alone: control characters and halves of letters are replaced."""
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
 def short_count(value: float) -> str:
     """21500 → "21.5k"; three digits at least, so that a change of a per cent shows."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -16,16 +16,20 @@ cannot be proved is said as such. Cost: some microseconds a step, all from figur
 from __future__ import annotations
 
 import json
+import stat
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.observe.devices import JUST_BEGUN
 from draftsmith.observe.events import EventLog
 from draftsmith.observe.live import short_count
+from draftsmith.observe.shape import read_record
 from draftsmith.observe.summary import Event, number, read_summary
 
 SLOW, FINE = 0.85, 0.95  # shares of the best speed: told below the one, taken back above the other
@@ -35,6 +39,7 @@ SPIKE_BEFORE, SPIKE_GAP = 30, 100  # losses that make a usual one; steps between
 TREND_EVALUATIONS, TREND_STEPS = 3, 200  # held-out results, or steps, in each half of a comparison
 DEAD_SHARE, DEAD_STEPS = 0.5, 50
 MORE_WAIT, MORE_PRESSURE = 0.1, 0.25  # shares of the time
+MORE_VOLATILE = 0.05  # share of what the allocator holds
 SLOWER_CLOCK = 0.92
 SLOWER_WORKER = 1.25
 _SHAPES = ("target", "drafter", "rows", "objective", "pipeline", "compile")
@@ -216,6 +221,12 @@ def _device_causes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         retries = device.get("retries", 0) - other.get("retries", 0)
         if other and retries > 0:
             yield f"{name} is short of memory: the allocator gave memory back and asked again {retries} times since"
+        volatile, volatile_then = device.get("volatility"), other.get("volatility")
+        because = device.get("volatile_because") or JUST_BEGUN
+        if volatile is None or volatile_then is None or because == JUST_BEGUN:
+            continue
+        if volatile > volatile_then + MORE_VOLATILE:
+            yield f"memory on {name} is {volatile:.0%} volatile, {volatile_then:.0%} then ({because})"
 
 
 def _worker_causes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
@@ -229,7 +240,7 @@ def _worker_causes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             others = [each for other, each in own.items() if other != name]
             known = rows_then.get(name)
             others_then = [each for other, each in rows_then.items() if other.startswith(role) and other != name]
-            if not others or not known or not others_then:
+            if not (others and known and others_then and median(others) and median(others_then)):
                 continue
             ratio, ratio_then = seconds / median(others), known / median(others_then)
             if ratio > SLOWER_WORKER and ratio > SLOWER_WORKER * ratio_then:
@@ -248,7 +259,7 @@ def _bottleneck(now: dict[str, Any]) -> str:
         shares.setdefault(name.split()[0], []).append(share)
     if not shares.get("target"):
         return ""
-    busy, waiting = (mean(each[what] for each in shares["target"]) for what in ("busy", "input"))
+    busy, waiting = (mean(each.get(what, 0.0) for each in shares["target"]) for what in ("busy", "input"))
     if busy > 0.8:
         return f": targets are {busy:.0%} busy"
     if waiting > 0.2:
@@ -290,10 +301,7 @@ def find_earlier(folder: Path, cards: dict[str, str], *, most: int = 200) -> Ear
     if own is None:
         return None
     found: Earlier | None = None
-    others = [path for path in folder.resolve().parent.iterdir() if path != folder.resolve()]
-    runs = [path for path in others if (path / "run.json").is_file() and (path / "events.jsonl").is_file()]
-    runs.sort(key=lambda path: (path / "events.jsonl").stat().st_mtime, reverse=True)
-    for path in runs[:most]:
+    for path in _runs_beside(folder)[:most]:
         config = _config_of(path)
         if config is None or _shapes(config) != _shapes(own):
             continue
@@ -309,15 +317,24 @@ def find_earlier(folder: Path, cards: dict[str, str], *, most: int = 200) -> Ear
     return found
 
 
+def _runs_beside(folder: Path) -> list[Path]:
+    """Folders with a log beside `folder`, last written first; what may not be looked into is left out."""
+    own, dated = folder.resolve(), []
+    with suppress(OSError):
+        for path in own.parent.iterdir():
+            with suppress(OSError):
+                log = (path / "events.jsonl").stat()
+                if path != own and stat.S_ISREG(log.st_mode):
+                    dated.append((log.st_mtime, path))
+    return [path for _, path in sorted(dated, reverse=True)]
+
+
 def environment_changes(earlier: Path, now: Path) -> list[str]:
     """What differs between the environments of two runs, "torch 2.11.0 then, 2.13.0 now"; empty if unknown."""
     records = []
     for folder in (earlier, now):
-        try:
-            record = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return []
-        if not isinstance(record, dict):
+        record = read_record(folder / "environment.json")
+        if record is None:
             return []
         machine = {name: json.dumps(value, sort_keys=True) for name, value in (record.get("machine") or {}).items()}
         records.append({**machine, **(record.get("packages") or {}), "sources": record.get("sources")})
@@ -335,11 +352,7 @@ def _short(value: Any) -> str:
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return config if isinstance(config, dict) else None
+    return (read_record(folder / "run.json") or {}).get("config")
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.observe.figures import figures_of
-from draftsmith.observe.history import History, flatten, previous_run, read_history
+from draftsmith.observe.history import History, flatten, names_of, previous_run, read_history
 from draftsmith.observe.live import short_count, short_time
 from draftsmith.observe.notice import causes_of, environment_changes
 from draftsmith.observe.page import drawing, folded, page, paragraph, table
+from draftsmith.observe.shape import read_record
 from draftsmith.observe.status import Status, read_status
 from draftsmith.observe.summary import number
 
@@ -33,23 +34,29 @@ def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
         UserError: a folder holds no run with a step, or the file cannot be written.
     """
     runs = [read_history(folder) for folder in folders]
+    for run, name in zip(runs, names_of(runs), strict=True):
+        run.name = name
     states = [read_status(folder) for folder in folders]
     text = make_report(runs, states)
     path = Path(output)
     aside = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
+        aside.write_text(text, encoding="utf-8", errors="replace")  # names of folders need not be UTF-8
         os.replace(aside, path)
     except OSError as error:
-        raise UserError(f"the report cannot be written: {error.strerror or error}", where=str(path)) from None
+        raise UserError(
+            f"the report cannot be written: {error.strerror or error}",
+            where=str(path),
+            fix="name a file elsewhere with --output",
+        ) from None
     return path
 
 
 def make_report(runs: Sequence[History], states: Sequence[Status]) -> str:
     """The file's content; `states` are those of the runs."""
     drawn = figures_of(runs)
-    names = [run.folder.name for run in runs]
+    names = [run.name for run in runs]
     grid = "".join(drawing(name, title, text, wide=name.startswith(WIDE)) for name, title, text, _ in drawn)
     sections = [
         ("summary", "Summary", _summary(runs, states)),
@@ -108,10 +115,10 @@ def _summary(runs: Sequence[History], states: Sequence[Status]) -> str:
     add("errors", [float(each["error_count"]) for each in facts], "{:.0f}".format)
     saved = [each["checkpoint"] or {"path": "none"} for each in facts]
     rows.append(["last checkpoint", *(Path(str(each["path"])).name for each in saved)])
-    head = ["", *(run.folder.name for run in runs), "change"] if len(runs) == 2 else []
+    head = ["", *(run.name for run in runs), "change"] if len(runs) == 2 else []
     verdicts = ""
     for run, state in zip(runs, states, strict=True):
-        name = f"{run.folder.name}: " if len(runs) > 1 else ""
+        name = f"{run.name}: " if len(runs) > 1 else ""
         problems = [paragraph(f"{name}{problem}", "bad") for problem in state.problems]
         verdicts += "".join(problems) or paragraph(f"{name}healthy", "good")
     return verdicts + table(rows, head)
@@ -133,14 +140,14 @@ def _differences(runs: Sequence[History]) -> str:
             for key in sorted({*configs[0], *configs[1]} - {"training.output"})
             if configs[0].get(key) != configs[1].get(key)
         ]
-        head = ["config", first.folder.name, other.folder.name]
+        head = ["config", first.name, other.name]
         text += table(changed, head) or paragraph("The configs are equal.")
         lines = environment_changes(first.folder, other.folder)
         text += _listed("Environment", lines) if lines else paragraph("The environments are equal, or unknown.")
         bests = [run.summary["best_rate"] for run in (first, other)]
         if all(bests):
             causes = causes_of(bests[0]["facts"], bests[1]["facts"])
-            text += _listed(f"At its best speed, in {other.folder.name} (then: {first.folder.name})", causes)
+            text += _listed(f"At its best speed, in {other.name} (then: {first.name})", causes)
     return text
 
 
@@ -150,8 +157,11 @@ def _events(runs: Sequence[History]) -> str:
         for kind, name in (("error", "errors"), ("note", "notices")):
             entries = sorted(run.summary[name].values(), key=lambda each: each.get("time") or 0)[-MANY:]
             for entry in entries:
-                own = [run.folder.name] if len(runs) > 1 else []
+                own = [run.name] if len(runs) > 1 else []
                 rows.append([kind, *own, _clock(entry.get("time")), f"{entry['count']}\xa0x", entry["text"]])
+        left_out = [f"{run.summary['malformed']} malformed events"] if run.summary["malformed"] else []
+        if left_out := left_out + [f"{name}, which cannot be understood" for name in run.damaged]:
+            rows.append(["note", *([run.name] if len(runs) > 1 else []), "", "", f"left out: {'; '.join(left_out)}"])
     return table(rows)
 
 
@@ -162,7 +172,7 @@ def _balances(runs: Sequence[History]) -> str:
         balance = run.summary["balance"]
         if not balance:
             continue
-        name = f"{run.folder.name}: " if len(runs) > 1 else ""
+        name = f"{run.name}: " if len(runs) > 1 else ""
         text += paragraph(f"{name}{balance.get('text')}")
         kinds = ("busy", "input", "output", "others", "compiling", "interpreter")
         rows = [
@@ -219,7 +229,7 @@ def _ledgers(runs: Sequence[History]) -> str:
         for event in run.evidence[:3] + run.evidence[3:][-MANY:]:
             body += paragraph(f"evidence at step {event.get('step')}: {event.get('text')}", _kind(event.get("ok")))
         if body and len(runs) > 1:
-            body = f"{paragraph(run.folder.name)}{body}"
+            body = f"{paragraph(run.name)}{body}"
         text += body
     return text
 
@@ -228,7 +238,7 @@ def _data(runs: Sequence[History]) -> str:
     facts = [flatten(run.files["resolved"].get("data") or {}) for run in runs]
     keys = dict.fromkeys(key for each in facts for key in each)
     rows = [[key, *(_short(each.get(key, "")) for each in facts)] for key in keys]
-    return table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+    return table(rows, ["", *(run.name for run in runs)] if len(runs) > 1 else [])
 
 
 def _environment(runs: Sequence[History]) -> str:
@@ -236,14 +246,15 @@ def _environment(runs: Sequence[History]) -> str:
     machines = [flatten(record.get("machine") or {}) for record in records]
     keys = dict.fromkeys(key for machine in machines for key in machine)
     rows = [[key, *(_short(machine.get(key, "")) for machine in machines)] for key in keys]
-    text = table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+    text = table(rows, ["", *(run.name for run in runs)] if len(runs) > 1 else [])
     if len(runs) == 1 and text:
         before = previous_run(runs[0].folder)
         if before is None:
             text += paragraph("No earlier run lies beside this one.")
         else:
             lines = environment_changes(before, runs[0].folder)
-            config = [flatten(each.get("config") or {}) for each in (_run_file(before), runs[0].files["run"])]
+            run_files = (read_record(before / "run.json") or {}, runs[0].files["run"])
+            config = [flatten(each.get("config") or {}) for each in run_files]
             lines += [
                 f"{key}: {_short(config[0].get(key))} then, {_short(config[1].get(key))} now"
                 for key in sorted({*config[0], *config[1]} - {"training.output"})
@@ -253,7 +264,7 @@ def _environment(runs: Sequence[History]) -> str:
     for run, record in zip(runs, records, strict=True):
         packages = "\n".join(f"{name} {version}" for name, version in (record.get("packages") or {}).items())
         if packages:
-            text += folded(f"packages of {run.folder.name}", packages)
+            text += folded(f"packages of {run.name}", packages)
     return text
 
 
@@ -268,11 +279,11 @@ def _provenance(runs: Sequence[History]) -> str:
         ["data hash", *((run.summary["run"] or {}).get("data", "") for run in runs)],
         ["report written", *(time.strftime("%Y-%m-%d %H:%M:%S") for _ in runs)],
     ]
-    text = table(rows, ["", *(run.folder.name for run in runs)] if len(runs) > 1 else [])
+    text = table(rows, ["", *(run.name for run in runs)] if len(runs) > 1 else [])
     for run in runs:
         config = run.files["run"].get("config")
         if config:
-            text += folded(f"config of {run.folder.name}", json.dumps(config, indent=2, ensure_ascii=False))
+            text += folded(f"config of {run.name}", json.dumps(config, indent=2, ensure_ascii=False))
     return text
 
 
@@ -281,14 +292,6 @@ def _commit(commit: Any) -> str:
         return ""
     changes = commit.get("changes")
     return f"{commit.get('id', '')}{f' with changes {changes}' if changes else ''}"
-
-
-def _run_file(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

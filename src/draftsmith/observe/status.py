@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.observe.live import short_count, short_time
+from draftsmith.observe.live import printable, short_count, short_time
 from draftsmith.observe.lock import Holder, look_at_lock
 from draftsmith.observe.summary import Summary, number, read_summary
 
@@ -99,10 +99,11 @@ class Status:
             "notices": list(summary["notices"].values()),
             "events": summary["events"],
             "partial": summary["partial"],
+            "malformed": summary["malformed"],
         }
 
     def lines(self, now: float | None = None) -> list[str]:
-        """For people, on a terminal of about 100 columns."""
+        """For people, on a terminal of about 100 columns; whatever the log says, each is one printable line."""
         now = time.time() if now is None else now
         facts, summary = self.to_json(), self.summary
         rows = [("", self._headline(facts)), ("loss", _loss_line(facts)), ("speed", _speed_line(facts))]
@@ -122,8 +123,10 @@ class Status:
         for name, word in (("errors", "error"), ("notices", "note")):
             entries = sorted(summary[name].values(), key=lambda each: each.get("time") or 0)[-6:]
             rows += [(word, f"{at_least}{each['count']} x {each['text']} ({_ago(each, now)})") for each in entries]
+        if summary["malformed"]:
+            rows.append(("note", f"{at_least}{summary['malformed']} malformed events in the log are left out"))
         rows += [("PROBLEM", problem) for problem in self.problems]
-        return [f"{name:<8}{text}" if name or text.startswith(" ") else text for name, text in rows if text]
+        return [printable(f"{name:<8}{text}" if name or text.startswith(" ") else text) for name, text in rows if text]
 
     def _headline(self, facts: dict[str, Any]) -> str:
         parts = [f"{self.folder}: {self.state}" + (f" ({self.reason})" if self.reason else "")]
@@ -227,7 +230,7 @@ def _loss_line(facts: dict[str, Any]) -> str:
         tau = "" if proxy is None else f", τ proxy {proxy:.2f}"
         parts.append(f"held-out {held_out['loss']:.3f}{tau} at step {held_out['step']}")
     tau = facts["tau"]
-    if tau is not None and number(tau["decode"]) is not None:
+    if tau is not None and number(tau["decode"]) is not None and facts["best_tau"] is not None:
         parts.append(
             f"τ decoded {tau['decode']:.2f} at step {tau['step']}, best {facts['best_tau']['decode']:.2f} "
             f"at step {facts['best_tau']['step']}"
@@ -250,15 +253,15 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     lines = []
     for device in facts["devices"] or []:
         parts = [f"{device['device']} {device.get('name', '')}".strip()]
-        if "memory_total" in device:
+        if {"memory_used", "memory_total"} <= device.keys():
             parts.append(f"{device['memory_used'] / GIB:.1f}/{device['memory_total'] / GIB:.1f} GiB")
         if "allocated" in device:
             parts.append(f"ours {device['allocated'] / GIB:.1f} GiB")
-        if device.get("volatile_because"):
+        if device.get("volatile_because") and "volatility" in device:
             parts.append(f"memory {device['volatility']:.0%} volatile: {device['volatile_because']}")
         if "use" in device:
             parts.append(f"{device['use']:.0%} busy")
-        if "clock" in device:
+        if {"clock", "clock_max"} <= device.keys():
             parts.append(f"{device['clock']}/{device['clock_max']} MHz")
         if "power" in device:
             parts.append(f"{device['power']:.0f} W")
@@ -269,7 +272,7 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(" · ".join(parts))
     host = facts["host"] or {}
     parts = []
-    if "load" in host:
+    if {"load", "cores"} <= host.keys():
         parts.append(f"load {host['load']:.1f} on {host['cores']} cores")
     if "process_memory" in host:
         parts.append(f"process {host['process_memory'] / GIB:.1f} GiB")

@@ -3,14 +3,13 @@
 The log holds a "summary" event every few hundred lines: counts of errors, best speed, last checkpoint, and so on, of
 everything before it. A reader starts at the last one and adds the few events behind it, so a log of ten million events
 is understood from its last few kilobytes, on a read-only mount and after a crash as well. Folding an event costs some
-microseconds.
+microseconds. Of events that are shaped otherwise than here (`shape.py`) nothing is kept but their number.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.observe.shape import EVENTS, quantity, well_formed
 
 Event = dict[str, Any]
 
@@ -29,6 +29,7 @@ HEAD_BYTES, TAIL_BYTES = 2**20, 8 * 2**20  # what is read of a log without one
 RATE_SECONDS = 5.0  # that a rate has to cover to count
 RATES = 9  # a speed is the median of so many steps
 DISTINCT = 40  # texts of errors and notices that are told apart
+MALFORMED = "malformed"  # the kind of what should be an event and is not shaped like one
 POINTS = 120  # of the history, at least, once there are as many steps
 
 
@@ -65,6 +66,7 @@ class Summary:
             "end": None,
             "history": [],
             "history_every": 1,
+            "malformed": 0,
             "partial": False,
             **(content or {}),
         }
@@ -79,10 +81,10 @@ class Summary:
             return
         content = self.content
         content["events"] += 1
-        content["time"] = event.get("time")
-        if content["first_time"] is None:
-            content["first_time"] = event.get("time")
-        handler = getattr(self, f"_{kind}", None)
+        if event.get("time") is not None:
+            content["time"] = event["time"]
+            content["first_time"] = event["time"] if content["first_time"] is None else content["first_time"]
+        handler = getattr(self, f"_{kind}", None) if kind in EVENTS or kind == MALFORMED else None
         if handler is not None:
             handler(event)
 
@@ -115,6 +117,9 @@ class Summary:
         self.content.update(run=event, end=None, step_times=[], rates=[], standing={}, save_failures=0, row_seconds={})
         self.content["starts"] += 1
 
+    def _malformed(self, _event: Event) -> None:
+        self.content["malformed"] += 1
+
     def _plan(self, _event: Event) -> None:
         self.content["end"] = None  # started again
 
@@ -129,7 +134,7 @@ class Summary:
             content["rates"] = [*content["rates"][1 - RATES :], rate]
             if len(content["rates"]) == RATES:
                 now = median(content["rates"])
-                if content["best_rate"] is None or now > content["best_rate"]["rate"]:
+                if now > (content["best_rate"] or {"rate": 0.0})["rate"]:
                     content["best_rate"] = {"rate": now, "step": event["step"], "facts": self.facts()}
         if event["step"] % content["history_every"] == 0:
             self._remember([event["step"], number(event.get("loss")), number(event.get("tau_proxy")), rate])
@@ -211,10 +216,8 @@ class Summary:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, also from the words "nan" and "inf" that events use; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
+    """A finite number; None for everything else, also for the words "nan" and "inf" that events use."""
+    return float(value) if quantity(value) else None
 
 
 def read_summary(path: Path) -> Summary:
@@ -291,9 +294,17 @@ def _events(file: Any, begin: int, end: int) -> Iterator[Event]:
 
 
 def parse(line: bytes) -> Event | None:
-    """One line as an event; None if it is torn or something else."""
+    """One line as an event; None if it is torn or something else.
+
+    An event that is not shaped as readers expect comes as one of the kind "malformed". Halves of letters, which JSON
+    can spell and UTF-8 cannot, come as question marks.
+    """
     try:
-        event = json.loads(line)
-    except ValueError:  # also a UTF-8 sequence cut in the middle
+        event = json.loads(line.decode())
+        if b"\\u" in line:
+            event = json.loads(json.dumps(event, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):  # also a UTF-8 sequence cut in the middle
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
+        return None
+    return event if well_formed(event) else {"kind": MALFORMED}

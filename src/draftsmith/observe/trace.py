@@ -20,7 +20,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
-from draftsmith.observe.summary import Event, number
+from draftsmith.observe.summary import MALFORMED, Event, number
 
 LAST = 60_000  # spans of work
 MARKS = {"checkpoint": "checkpoint", "eval": "held-out rows", "notice": "note", "tau": "τ decoded", "error": "error"}
@@ -33,7 +33,8 @@ _WAITS = {
 
 
 def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dict[str, int]:
-    """Writes the trace of a run, and returns how many slices, arrows and counters it has.
+    """Writes the trace of a run, and returns how many slices, arrows and counters it has, and whether malformed events
+    were left out, how many.
 
     Raises:
         UserError: not a run folder, no row in it, or the file cannot be written.
@@ -43,8 +44,10 @@ def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dic
         raise UserError("no such run folder", where=str(path))
     logs = [path / "events.jsonl", *sorted(path.glob("rank-*.jsonl"))]
     events: list[Event] = []
+    malformed = 0
     for rank, log in enumerate(logs):
-        events += _rank(rank, log, last)
+        made, left_out = _rank(rank, log, last)
+        events, malformed = events + made, malformed + left_out
     count = {name: sum(event["ph"] in kinds for event in events) for name, kinds in _COUNTED.items()}
     if not count["slices"]:
         raise UserError("no row of work to trace", where=str(path))
@@ -57,23 +60,29 @@ def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dic
             file.write("\n]}\n")
         os.replace(aside, place)
     except OSError as error:
-        raise UserError(f"the trace cannot be written: {error.strerror or error}", where=str(place)) from None
-    return count
+        raise UserError(
+            f"the trace cannot be written: {error.strerror or error}",
+            where=str(place),
+            fix="name a file elsewhere with --trace",
+        ) from None
+    return {**count, "malformed events left out": malformed} if malformed else count
 
 
 _COUNTED = {"slices": "X", "arrows": "s", "counters": "C", "marks": "i"}
 
 
-def _rank(rank: int, log: Path, last: int) -> list[Event]:
-    """All of one process."""
+def _rank(rank: int, log: Path, last: int) -> tuple[list[Event], int]:
+    """(all of one process, how many of its events are malformed)."""
     spans: deque[Event] = deque(maxlen=last)
     others: deque[Event] = deque(maxlen=last)
-    start = 0
+    start = malformed = 0
     for event in read_events(log):
         kind = event["kind"]
         if kind == "run":
             start += 1  # rows are numbered anew
-        elif kind in ("work", "phase") and number(event.get("start")) is not None:
+        elif kind == MALFORMED:
+            malformed += 1
+        elif kind in ("work", "phase"):
             spans.append({**event, "run": start})
         elif kind == "vitals" or kind in MARKS:
             others.append(event)
@@ -90,7 +99,7 @@ def _rank(rank: int, log: Path, last: int) -> list[Event]:
     for event in others:
         if (number(event.get("time")) or 0.0) >= earliest:
             made += _counters(event, rank) if event["kind"] == "vitals" else [_mark(event, rank)]
-    return made
+    return made, malformed
 
 
 def _order(worker: str) -> tuple[int, int, str]:

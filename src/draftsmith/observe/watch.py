@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from draftsmith.observe.live import short_count, step_line
+from draftsmith.observe.live import printable, short_count, step_line
 from draftsmith.observe.status import Status, read_status
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -83,7 +83,7 @@ def _print_lines(folder: str | Path, stream: TextIO, seconds: float, sleep: Call
         step = status.summary["step"]
         mark = (status.state, None if step is None else step["step"])
         if mark != shown:
-            print(f"{status.state}: {step_line(step)}" if step else status.state, file=stream, flush=True)
+            print(f"{status.state}: {printable(step_line(step))}" if step else status.state, file=stream, flush=True)
             shown = mark
         if status.state in OVER:
             print("\n".join(status.lines()), file=stream, flush=True)

@@ -131,6 +131,7 @@ def train(
     max_minutes: float | None = None,
     overfit: bool = False,
     listener: Callable[[Event], None] | None = None,
+    last: bool = False,
 ) -> TrainResult:
     """Trains a drafter as described by `config`, into `config.training.output`.
 
@@ -140,6 +141,7 @@ def train(
         max_minutes: end after this time (warm-up excluded), with a checkpoint.
         overfit: learn one row until its loss is near zero; a check that everything is wired up.
         listener: gets every event, for a live line.
+        last: nothing but the end of the process follows the run, which SIGTERM does not turn into a failure any more.
 
     Raises:
         UserError: wrong input, or training cannot go on (the loss is not finite, the device is out of memory).
@@ -149,7 +151,7 @@ def train(
     seat = Seat.read()
     devices = seat.take_devices(config.pipeline.devices_per_rank) if seat.world > 1 else ""
     ranks = Ranks(seat)  # waits for the others where no handler of signals would be heard
-    with listening() as signals, ranks:
+    with listening(last=last) as signals, ranks:
         if overfit:
             config = with_output(overfit_config(config), ranks)
         # Whatever can be found wrong without the target's weights is found before the folder is touched.
@@ -347,6 +349,7 @@ def _run(
     reason = progress.reason
     # The update under way when the loss was low enough may have raised it again.
     succeeded = not overfit or reason == OVERFITTED or progress.loss < OVERFIT_LOSS
+    signals.end = lambda: None  # SIGTERM changes nothing any more
     log.write("end", reason=reason, step=progress.steps_done)
     return TrainResult(
         folder=folder,

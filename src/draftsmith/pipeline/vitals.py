@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.observe.devices import DeviceProbe, host_facts
+from draftsmith.observe.devices import JUST_BEGUN, DeviceProbe, host_facts
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import Balance
 from draftsmith.pipeline.clock import WorkerClock
@@ -203,7 +203,7 @@ class _Memory:
             "volatility": round(volatility, 4),
         }
         if volatility >= VOLATILE:
-            facts["volatile_because"] = "the run has just begun" if first else volatile_because(change)
+            facts["volatile_because"] = JUST_BEGUN if first else volatile_because(change)
         return facts
 
 

@@ -1,0 +1,85 @@
+"""Signals at the edges of a run: before anything is imported, behind its last step, and while the process goes down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.observe.summary import read_summary
+from draftsmith.pipeline.signals import Terminated, listening
+
+HEAD = """
+import atexit, os, signal, sys
+
+def send(*numbers):
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+class Imports:  # sees torch being imported
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            send(signal.SIGUSR1)
+
+atexit.register(send, signal.SIGUSR1, signal.SIGTERM)  # registered first, called last
+sys.meta_path.insert(0, Imports())
+from draftsmith.cli import main
+assert "torch" not in sys.modules
+"""
+
+
+def command(path: Path, tail: str) -> subprocess.CompletedProcess[str]:
+    code = f"{HEAD}code = main(['train', sys.argv[1]])\n{tail}\nsys.exit(code)"
+    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+
+
+def test_what_has_finished_stays_finished(tiny_run, tmp_path: Path) -> None:
+    config = tiny_run("run", training={"steps": 2})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    ended = command(tmp_path / "run.yaml", "send(signal.SIGTERM, signal.SIGUSR1)")
+    assert ended.returncode == 0, ended.stderr
+    assert "all steps done at step 2" in ended.stdout
+    summary = read_summary(tmp_path / "run" / "events.jsonl")
+    assert (summary["end"]["reason"], summary["malformed"]) == ("all steps done", 0)
+
+
+def test_what_did_not_run_can_be_ended(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("target: {path: none}\ndata: {train: none}\n")
+    ended = command(tmp_path / "run.yaml", "send(signal.SIGTERM)")
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_after_a_run_others_get_sigterm_back_and_a_late_sigusr1_does_nothing() -> None:
+    with listening():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Terminated), listening(last=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("handlers")
+def test_handlers_of_others_come_back() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _frame: heard.append(number))
+    with listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
