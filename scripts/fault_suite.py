@@ -41,7 +41,7 @@ from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError, run_script
 from draftsmith.observe.events import read_events
 from draftsmith.observe.status import read_status
-from draftsmith.pipeline import run
+from draftsmith.pipeline import assemble, run
 from draftsmith.pipeline.jobs import Job
 from draftsmith.training import durable
 
@@ -144,7 +144,7 @@ def wait(child: int, seconds: float = SLOWEST_SECONDS) -> int:
 
 def train_and_tell(config: RunConfig, resume: bool = False) -> None:
     """Trains, and writes down what every row was made of; works in a child, whose modules are its own."""
-    real = run.batch_maker
+    real = assemble.batch_maker
     path = Path(config.training.output).with_suffix(f".{ROWS}")
 
     def batch_maker(*arguments: Any, **named: Any) -> Any:
@@ -163,7 +163,7 @@ def train_and_tell(config: RunConfig, resume: bool = False) -> None:
 
         return told
 
-    run.batch_maker = batch_maker
+    assemble.batch_maker = batch_maker
     run.train(config, resume=resume)
 
 

@@ -19,10 +19,10 @@ from draftsmith.data.survey import guess_language, survey
 from draftsmith.decode.answers import AnswerOptions, write_answers
 from draftsmith.decode.prompts import read_prompts
 from draftsmith.decode.score import score_rows
+from draftsmith.pipeline.assemble import batch_maker
 from draftsmith.pipeline.data_commands import preview_rows
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.plan import make_plan
-from draftsmith.pipeline.run import batch_maker
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
 

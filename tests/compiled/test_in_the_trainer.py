@@ -14,10 +14,11 @@ from draftsmith.blocks import make_draft_batch
 from draftsmith.compiled import Gate
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
+from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compile_commands import _random_head
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.proof import dense_rule, differs_from_reference, expectations, make_sample
-from draftsmith.pipeline.run import made_up_drafts, make_replicas, train
+from draftsmith.pipeline.run import train
 
 SMALL = {"drafter": {"layers": 1, "block_size": 4}, "training": {"steps": 3, "eval_rows": 0, "save_every": 0}}
 

@@ -19,10 +19,11 @@ from draftsmith.bench.row import host_waits
 from draftsmith.errors import UserError
 from draftsmith.objective import Sums
 from draftsmith.observe.events import read_events
-from draftsmith.pipeline import not_finite
+from draftsmith.pipeline import assemble, not_finite
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.compiling import Compiling
 from draftsmith.pipeline.hang import HangWatch
+from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.memory import estimate_memory
 from draftsmith.pipeline.out_of_memory import explain, is_out_of_memory, savings
 from draftsmith.pipeline.plan import make_plan
@@ -41,7 +42,7 @@ TWO = {"drafters": ["cpu", "cpu"], "targets": ["cpu"]}
 
 def poison(monkeypatch: pytest.MonkeyPatch, what: str, rows: set[int]) -> None:
     """Makes training rows give a loss or a gradient that is not finite, by their number in the stream."""
-    step, made = Replica.step, run_module.make_draft_batch
+    step, made = Replica.step, assemble.make_draft_batch
     numbers: dict[int, int] = {}
     lock = threading.Lock()
 
@@ -63,7 +64,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, what: str, rows: set[int]) -> None:
                     parameter.grad.fill_(float("inf"))
         return sums
 
-    monkeypatch.setattr(run_module, "make_draft_batch", remember)
+    monkeypatch.setattr(assemble, "make_draft_batch", remember)
     monkeypatch.setattr(Replica, "step", bad)
 
 
@@ -136,7 +137,7 @@ def test_where_no_row_shows_it_all_rows_of_the_update_are_named() -> None:
     judge = not_finite.NotFinite("skip", lambda _row: [Document()])  # type: ignore[list-item,return-value]
     model = torch.nn.LayerNorm(2)
     model(torch.ones(1, 2)).sum().backward()
-    jobs = [run_module.Job(number, True, number, 0) for number in range(5)]
+    jobs = [Job(number, True, number, 0) for number in range(5)]
     for job in jobs:
         judge.note(job, Sums(torch.ones(6)), model)
     text = judge.bad(0, 1.0, float("inf"))
@@ -149,7 +150,7 @@ def test_a_row_is_noted_without_reading_anything_back() -> None:
     model = torch.nn.LayerNorm(2)
     model(torch.ones(1, 2)).sum().backward()
     cpu = torch.device("cpu")
-    assert host_waits(lambda: judge.note(run_module.Job(0, True, 0, 0), Sums(torch.ones(6)), model), cpu) == []
+    assert host_waits(lambda: judge.note(Job(0, True, 0, 0), Sums(torch.ones(6)), model), cpu) == []
     assert len(host_waits(lambda: judge.bad(0, 1.0, float("nan")), cpu)) == 2, "which this test can see"
 
 
@@ -206,7 +207,7 @@ def test_a_weight_that_is_not_finite_is_found_in_the_drafters_themselves() -> No
     models = [torch.nn.LayerNorm(2), torch.nn.LayerNorm(2)]
     for number, model in enumerate(models):
         model(torch.ones(1, 2)).sum().backward()
-        judge.note(run_module.Job(number, True, 0, number), Sums(torch.ones(6)), model)
+        judge.note(Job(number, True, 0, number), Sums(torch.ones(6)), model)
     assert judge.broken_weight() == ""
     models[1].bias.data[1] = float("inf")
     assert judge.broken_weight() == "bias"
@@ -362,7 +363,7 @@ def test_whoever_raises_nothing_is_left(tiny_run, tmp_path, monkeypatch, role: s
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     owner, name = {
-        "prefetch": (run_module, "make_draft_batch"),
+        "prefetch": (assemble, "make_draft_batch"),
         "target": (Target, "features"),
         "drafter": (Replica, "step"),
         "warm-up": (Compiling, "warm_up"),

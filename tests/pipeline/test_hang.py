@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from draftsmith.compiled import Gate, Region
-from draftsmith.pipeline import hang, supervise
+from draftsmith.pipeline import assemble, hang, supervise
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.compiling import Compiling
 from draftsmith.pipeline.hang import HangWatch, HungError
@@ -38,7 +38,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch):
         holder, _, name = place.rpartition(".")
         owner = {"Target": Target, "Replica": Replica, "Compiling": Compiling}.get(holder)
         if owner is None:
-            import draftsmith.pipeline.run as owner  # type: ignore[no-redef]
+            owner = assemble if name == "make_draft_batch" else run_module
         original = getattr(owner, name)
 
         def wait(*arguments, **named):

@@ -15,12 +15,12 @@ from draftsmith.observe.events import EventLog, read_events
 from draftsmith.pipeline import measure as module
 from draftsmith.pipeline import plan as plan_module
 from draftsmith.pipeline import topology as topology_module
+from draftsmith.pipeline.assemble import batch_maker, load_targets, make_replicas
 from draftsmith.pipeline.costs import Costs, counted_costs
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.measure import measure_costs, settle
 from draftsmith.pipeline.plan import Plan, make_plan, with_topology
-from draftsmith.pipeline.run import batch_maker, load_targets, make_replicas
 from draftsmith.pipeline.sync import Exchange
 from draftsmith.pipeline.topology import Topology
 from draftsmith.training.update import make_updates

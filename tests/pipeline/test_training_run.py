@@ -130,7 +130,7 @@ def test_the_first_failure_ends_everything_with_its_cause(tiny_run, monkeypatch,
         raise Broken(where)
 
     place = {
-        "prefetch": "draftsmith.pipeline.run.make_draft_batch",
+        "prefetch": "draftsmith.pipeline.assemble.make_draft_batch",
         "target": "draftsmith.target.forward.Target.features",
         "drafter": "draftsmith.training.step.Replica.step",
     }[where]

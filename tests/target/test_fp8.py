@@ -12,8 +12,8 @@ from torch import nn
 from draftsmith.compiled import Gate, Region
 from draftsmith.config import TargetConfig, parse_config
 from draftsmith.errors import UserError
+from draftsmith.pipeline.assemble import load_targets
 from draftsmith.pipeline.plan import make_plan
-from draftsmith.pipeline.run import load_targets
 from draftsmith.target import fp8
 from draftsmith.target.forward import Target, run_layer
 from draftsmith.target.load import load_target

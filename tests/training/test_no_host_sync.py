@@ -7,10 +7,10 @@ import torch
 
 from draftsmith.bench.row import host_waits
 from draftsmith.compiled import Gate
+from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compile_commands import _random_head
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.proof import make_sample
-from draftsmith.pipeline.run import made_up_drafts, make_replicas
 from draftsmith.training.update import make_updates
 
 CPU = torch.device("cpu")

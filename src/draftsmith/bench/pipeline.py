@@ -32,6 +32,7 @@ from draftsmith.config import RunConfig, parse_config
 from draftsmith.drafter.model import DraftModel
 from draftsmith.objective import Sums
 from draftsmith.observe.events import EventLog
+from draftsmith.pipeline.assemble import batch_maker, make_replicas, make_workers
 from draftsmith.pipeline.balance import balance_of
 from draftsmith.pipeline.compiling import cache_folder, check_cache
 from draftsmith.pipeline.jobs import Job, JobSequence
@@ -42,7 +43,6 @@ from draftsmith.pipeline.out_of_memory import explain
 from draftsmith.pipeline.plan import Plan, with_topology
 from draftsmith.pipeline.progress import Progress
 from draftsmith.pipeline.ranks import Ranks
-from draftsmith.pipeline.run import batch_maker, make_replicas, make_workers
 from draftsmith.pipeline.signals import Signals
 from draftsmith.pipeline.supervise import supervise
 from draftsmith.pipeline.sync import Exchange

@@ -32,6 +32,7 @@ from draftsmith.config import RunConfig, parse_config
 from draftsmith.data.conversations import write_head
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
+from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compiling import (
     Compiling,
     TargetLayers,
@@ -79,8 +80,6 @@ def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]
 
 
 def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
-    from draftsmith.pipeline.run import made_up_drafts, make_replicas
-
     threads = torch.get_num_threads()
     torch.set_num_threads(plan.topology.cpu_threads)
     gate = Gate()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +29,18 @@ from draftsmith.drafter import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.objective import Sums
 from draftsmith.observe.events import EventLog
+from draftsmith.pipeline.assemble import batch_maker, load_targets, made_up_drafts, make_replicas
 from draftsmith.pipeline.compiling import Compiling, TargetLayers, cache_folder
 from draftsmith.pipeline.costs import Costs
 from draftsmith.pipeline.jobs import Job
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.phases import MEASURING
+from draftsmith.pipeline.plan import Plan, with_topology
 from draftsmith.pipeline.sync import Alone, Exchange
 from draftsmith.pipeline.topology import Topology, parse_device, resolve_topology
 from draftsmith.target.forward import Features, Target
 from draftsmith.training.step import Replica
 from draftsmith.training.update import make_updates
-
-if TYPE_CHECKING:
-    from draftsmith.pipeline.plan import Plan
 
 ROWS, UPDATES, WARM = 6, 6, 2  # measured, and before that
 TRANSFER = 256 * 2**20  # bytes
@@ -228,8 +227,6 @@ def settle(
     Raises:
         UserError: nothing fits; or what loading and compiling raise.
     """
-    from draftsmith.pipeline.plan import with_topology
-
     if not plan.topology.to_measure:
         return plan, {}
     before = share(_recorded(folder) if resume else None)
@@ -257,9 +254,6 @@ def _hand_on(filled: Path, place: Path) -> None:
 def _measure(
     plan: Plan, log: EventLog, load: Callable[[Plan], list[Target]] | None
 ) -> tuple[Costs, dict[torch.device, Target]]:
-    from draftsmith.pipeline.plan import with_topology
-    from draftsmith.pipeline.run import batch_maker, load_targets, made_up_drafts, make_replicas
-
     first, second, *_ = sorted(plan.topology.devices, key=lambda device: device.index or 0)
     trial = with_topology(plan, Topology((first,), (second,), "to measure"))
     log.write("notice", topic=MEASURING, text=f"measures a row on {first} and on {second} to choose devices")
