@@ -101,6 +101,16 @@ def test_answers_are_the_targets_own(target: Target, prompts: list[Prompt], tmp_
     assert meta["options"] == {"max_new_tokens": 12, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
 
 
+def test_prompts_that_fill_the_positions_are_left_out_by_name(
+    target: Target, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    long = Prompt("long.jsonl:7", text="x " * target.geometry.max_position_embeddings)
+    report = write_answers(target, [prompts[0], long, prompts[1]], tmp_path / "out.jsonl", GREEDY)
+    assert list(records(tmp_path / "out.jsonl")) == [0, 2]
+    assert report.too_long == report.to_json()["too_long"] == ["long.jsonl:7"]
+    assert "left out, because they fill the target's positions: long.jsonl:7" in report.lines()
+
+
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_stopped_and_continued_is_the_same_and_repeats_nothing(

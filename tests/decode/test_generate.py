@@ -36,6 +36,18 @@ def test_greedy_answers_equal_those_without_cache_or_batch(kind: str) -> None:
         )
 
 
+def test_answers_end_where_the_positions_of_the_target_do() -> None:
+    target = tiny_target()
+    positions = target.geometry.max_position_embeddings
+    prompts = [random_prompts(1)[0], [3] * (positions - 10), [3] * (positions - 1)]
+    for options in ({}, {"temperature": 1.0}):
+        answers = by_index(target, prompts, max_new_tokens=30, **options)
+        assert [len(answers[index].tokens) for index in range(3)] == [30, 10, 1]
+        assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    with pytest.raises(UserError, match=f"prompt 7: {positions} tokens leave no room"):
+        generate(target, [[1], [3] * positions], max_new_tokens=3, indices=[2, 7])
+
+
 def test_long_work_moves_the_columns_to_the_front(monkeypatch: Any) -> None:
     """Generations of rows in a cache with little to spare, prompts of one token among them."""
     # The package exports a function of the module's name, which hides the module.

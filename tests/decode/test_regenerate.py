@@ -439,6 +439,17 @@ def test_a_target_in_this_process_answers_the_same_way(tmp_path: Path, monkeypat
         assert records(output)[index]["finish_reasons"][-1] == slow.finish_reason
 
 
+def test_a_conversation_that_fills_the_positions_of_a_target_here_is_listed(tmp_path: Path) -> None:
+    target = load_target(TargetConfig(path="demo"), "cpu", torch.float32)  # type: ignore[call-arg]
+    data, output = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    asks = ["ast\ndef parse(self):", "x " * target.geometry.max_position_embeddings]
+    old = {"role": "assistant", "content": "old"}
+    data.write_text("".join(json.dumps({"messages": [{"role": "user", "content": ask}, old]}) + "\n" for ask in asks))
+    report = regenerate_from_target([data], output, target, Sampling(max_tokens=8), identity={"path": "demo"})
+    assert (report.written, report.failed) == (1, 1)
+    assert list(records(output)) == [0]
+
+
 def test_an_answer_of_a_target_here_that_calls_a_tool_ends_its_conversation(tmp_path: Path, monkeypatch) -> None:
     """As with a server; the call stays in the text, and without tools in the conversation it is only text."""
     target = load_target(TargetConfig(path="demo"), "cpu", torch.float32)  # type: ignore[call-arg]

@@ -104,6 +104,17 @@ def test_walk_and_decoding_are_equal_block_by_block(target: Target, prompts, dra
     flat = [tokens for each in rounds for tokens in each]
     assert found["decode"] == sum(flat) / len(flat)
     assert (found["tokens"], found["forwards"]) == (sum(flat), len(flat))
+    assert (found["answers"], found["too_long"]) == (len(prompts), 0)
+
+
+def test_no_answer_goes_beyond_the_positions_of_the_target(target: Target, prompts, drafter: DraftModel) -> None:
+    positions = target.geometry.max_position_embeddings
+    longest = [3] * positions
+    found = compare(drafter, target, [prompts[0], longest[:-9], longest], TOKENS)
+    assert (found["answers"], found["too_long"]) == (2, 1)
+    assert found["walk_whole"] == found["decode_whole"]
+    alone = compare(drafter, target, prompts[:1], TOKENS)
+    assert found["tokens"] - alone["tokens"] <= 8  # nine positions are left, and the first token is the prefill's
 
 
 @pytest.mark.parametrize("wrong", ["features", "positions", "mask token"])
@@ -217,7 +228,7 @@ class Stub:
 
 def figures(decode: float, walk: float | None = None) -> dict[str, Any]:
     walk = decode if walk is None else walk
-    return {"decode": decode, "walk": walk, "decode_whole": decode, "walk_whole": walk}
+    return {"decode": decode, "walk": walk, "decode_whole": decode, "walk_whole": walk, "too_long": 0}
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from typing import Any
 
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.template import Tokeniser
-from draftsmith.decode.evaluate import stop_ids_of
+from draftsmith.decode.evaluate import first_of, stop_ids_of
 from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, has_template
 from draftsmith.decode.resumable import open_output
@@ -67,6 +67,7 @@ class AnswerReport:
         seconds: of this start.
         checked: answers whose text was tokenised again.
         exact: how many of those gave the very tokens that the target wrote.
+        too_long: where prompts come from that leave no room for an answer in the target's positions; left out.
     """
 
     output: Path
@@ -78,6 +79,7 @@ class AnswerReport:
     seconds: float = 0.0
     checked: int = 0
     exact: int = 0
+    too_long: list[str] = field(default_factory=list)
 
     @property
     def written(self) -> int:
@@ -97,6 +99,8 @@ class AnswerReport:
             lines.append(f"{self.finish_reasons['length']} stopped at the length limit")
         if self.empty:
             lines.append(f"{self.empty} are empty")
+        if self.too_long:
+            lines.append(f"left out, because they fill the target's positions: {first_of(self.too_long)}")
         if self.checked:
             lines.append(f"{self.exact} of {self.checked} checked give the same tokens when tokenised again")
         return lines
@@ -143,8 +147,11 @@ def write_answers(
     check = _round_trip(target, stops, template_options)
     with open_output(report.output, facts) as lines:
         report.found = len(lines.done)
-        waiting = [index for index in range(len(prompts)) if index not in lines.done]
-        progress = _Progress("answer", report.found, len(prompts), listener)
+        positions = target.geometry.max_position_embeddings
+        answerable = [index for index, ids in enumerate(encoded) if len(ids) < positions]
+        report.too_long = [prompt.source for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) >= positions]
+        waiting = [index for index in answerable if index not in lines.done]
+        progress = _Progress("answer", report.found, len(answerable), listener)
         for answer in generate(
             target,
             [encoded[index] for index in waiting],

@@ -338,16 +338,17 @@ def leave_room(
         )
     notes = []
     if too_long:
-        notes.append(f"left out, because the target has {positions:,} positions: {_named(too_long)}")
+        notes.append(f"left out, because the target has {positions:,} positions: {first_of(too_long)}")
     if short:
         notes.append(
             f"room for fewer than {max_new_tokens:,} tokens before the target's {positions:,} positions end: "
-            f"{_named(short)}"
+            f"{first_of(short)}"
         )
     return fitting, notes
 
 
-def _named(names: Sequence[str], most: int = 5) -> str:
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """The first of many names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

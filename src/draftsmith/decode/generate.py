@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache import DecodeCache, attention_windows
+from draftsmith.decode.rounds import answer_limit
 from draftsmith.decode.sampling import Sampling, draw_at
 from draftsmith.decode.speculative import FinishReason, check_request
 from draftsmith.decode.view import View
@@ -70,7 +71,7 @@ def generate(
     batch_size: int | None = None,
     indices: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
-    """Yields one answer per prompt, in the order in which they finish.
+    """Yields one answer per prompt, in the order in which they finish. None goes beyond the target's positions.
 
     Args:
         target: a loaded `Target`.
@@ -80,8 +81,8 @@ def generate(
             its index, so a part of a list is answered as the whole would be.
 
     Raises:
-        UserError: an empty prompt, no room for an answer, sampling out of range, a target that cannot be decoded in
-            batches, or too little memory.
+        UserError: an empty prompt, one that leaves no room in the target's positions, sampling out of range, a target
+            that cannot be decoded in batches, or too little memory.
     """
     sampling, stops = Sampling(temperature, top_k, top_p), frozenset(stop_ids)
     for prompt in prompts:
@@ -91,14 +92,18 @@ def generate(
         raise UserError(f"batch size {batch_size} is not positive", where="decoding")
     names = range(len(prompts)) if indices is None else indices
     assert len(names) == len(prompts)
-    return _answers(target, prompts, names, max_new_tokens, stops, sampling, seed, batch_size)
+    limits = [
+        answer_limit(target, prompt, max_new_tokens, f"prompt {name}")
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    return _answers(target, prompts, names, limits, stops, sampling, seed, batch_size)
 
 
 def _answers(
     target: Any,
     prompts: Sequence[Sequence[int]],
     indices: Sequence[int],
-    max_new_tokens: int,
+    limits: Sequence[int],
     stops: frozenset[int],
     sampling: Sampling,
     seed: int,
@@ -107,21 +112,23 @@ def _answers(
     """The generator behind `generate`, whose arguments are checked."""
     if not prompts:
         return
+    most = max(limits)
     waiting = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), -place))
     longest = len(prompts[waiting[-1]])
-    rows = min(batch_size or rows_that_fit(target, longest + max_new_tokens, sampling.greedy), len(prompts))
+    rows = min(batch_size or rows_that_fit(target, longest + most, sampling.greedy), len(prompts))
     try:
         with View(target) as view:
-            batch = _Batch(view, target, rows, longest, max_new_tokens, sampling)
+            batch = _Batch(view, target, rows, longest, most, sampling)
             while waiting or batch.live:
                 free = rows - batch.live
                 if waiting and free * JOIN_AT >= rows:
                     taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
-                    batch.join([indices[place] for place in taken], [list(prompts[place]) for place in taken], seed)
+                    names, ends = [indices[place] for place in taken], [limits[place] for place in taken]
+                    batch.join(names, [list(prompts[place]) for place in taken], ends, seed)
                 yield from batch.step(stops)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"{target.device} ran out of memory with {rows} sequences of up to {longest + max_new_tokens} tokens",
+            f"{target.device} ran out of memory with {rows} sequences of up to {longest + most} tokens",
             where="decoding",
             fix="give a smaller batch size",
         ) from None
@@ -149,10 +156,11 @@ def _columns(length: int) -> int:
 
 @dataclass
 class _Sequence:
-    """A row on the host: which prompt, the column of its first token, its answer so far."""
+    """A row on the host: which prompt, the column of its first token, tokens its answer may have, its answer so far."""
 
     index: int
     start: int
+    limit: int
     answer: list[int] = field(default_factory=list)
     finished: bool = False
 
@@ -185,16 +193,16 @@ class _Batch:
         return len(self.sequences)
 
     @torch.inference_mode()
-    def join(self, indices: list[int], prompts: list[list[int]], seed: int) -> None:
-        """Prefills `prompts`, longest first, and puts them behind the live rows."""
+    def join(self, indices: list[int], prompts: list[list[int]], limits: list[int], seed: int) -> None:
+        """Prefills `prompts`, longest first, and puts them behind the live rows; `limits` are of their answers."""
         if not self.live:
             self.cache.show(0, len(prompts[0]) - 1)
         assert len(prompts[0]) - 1 <= self.cache.length
-        limit = PREFILL_TOKENS.get(self.device.type, 4096)
+        at_once = PREFILL_TOKENS.get(self.device.type, 4096)
         begin = 0
         while begin < len(prompts):
             width = max(1, len(prompts[begin]) - 1)
-            end = min(len(prompts), begin + max(1, limit // width))
+            end = min(len(prompts), begin + max(1, at_once // width))
             self._prefill(prompts[begin:end], self.live + begin)
             begin = end
         column = self.cache.first + self.cache.length
@@ -206,7 +214,7 @@ class _Batch:
             self.first_input_R[fresh] = column
             uniform = np.stack([_uniform(seed, index, self.max_new_tokens) for index in indices])
             self.uniform_RT[fresh] = torch.from_numpy(uniform).to(self.device)
-        self.sequences += [_Sequence(index, start) for index, start in zip(indices, starts, strict=True)]
+        self.sequences += [_Sequence(*each) for each in zip(indices, starts, limits, strict=True)]
 
     def _prefill(self, prompts: list[list[int]], row: int) -> None:
         """K and V of all prompt tokens but the last, moved to the right edge of the columns shown."""
@@ -249,7 +257,7 @@ class _Batch:
                 continue
             sequence.answer.append(token)
             stopped = token in stops
-            if stopped or len(sequence.answer) == self.max_new_tokens:
+            if stopped or len(sequence.answer) == sequence.limit:
                 sequence.finished = True
                 finished.append(Answer(sequence.index, sequence.answer, "stop" if stopped else "length"))
                 self.holes.append(row)

@@ -39,6 +39,7 @@ from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.resumable import OutputLines, open_output, unwritable
+from draftsmith.decode.rounds import answer_limit
 from draftsmith.decode.server import ChatServer, GivenUpError, Reply
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
@@ -498,7 +499,9 @@ def _encode(going: dict[int, Dialogue], target: Any, sampling: Sampling, work: _
     for index, dialogue in list(going.items()):
         prompt = Prompt(dialogue.source, messages=dialogue.messages, tools=dialogue.tools)
         try:
-            (encoded[index],) = encode_prompts([prompt], target.tokenizer, sampling.template_options)
+            (ids,) = encode_prompts([prompt], target.tokenizer, sampling.template_options)
+            answer_limit(target, ids, 1, "the conversation until there")
+            encoded[index] = ids
         except UserError as error:
             work.failed(going.pop(index), str(error), 0)
     return encoded

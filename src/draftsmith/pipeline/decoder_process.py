@@ -87,17 +87,22 @@ def compare(
         decode_whole, walk_whole: τ of the rounds with whole blocks: these are to be equal.
         agree: share of decoding's whole rounds in which the walk accepts as many drafts from the same token.
         answers, tokens, forwards, seconds.
+        too_long: prompts that leave no room for an answer in the target's positions, left out.
     """
     began = time.monotonic()
     head, stops, size = target.head(), stop_ids_of(target), drafter.spec.block_size
     proposer = DrafterProposer(drafter, head)
-    decoded, walked, agreeing = Rounds(), Rounds(), 0
+    decoded, walked, agreeing, too_long = Rounds(), Rounds(), 0, 0
     for prompt in prompts:
-        answer = decode(target, prompt, proposer, max_new_tokens=max_new_tokens, stop_ids=stops)
+        room = min(max_new_tokens, target.geometry.max_position_embeddings - len(prompt))
+        if room < 1:
+            too_long += 1
+            continue
+        answer = decode(target, prompt, proposer, max_new_tokens=room, stop_ids=stops)
         if not answer.accepted_per_round:
             continue
         row = answer_row(prompt, answer.tokens)
-        first, end, limit = len(prompt), row.tokens_S.numel(), len(prompt) + max_new_tokens
+        first, end, limit = len(prompt), row.tokens_S.numel(), len(prompt) + room
         features = target.features(row.tokens_S, row.document_S, row.positions_S, drafter.spec.taps)
         accepted = accepted_from_every_token(drafter, head, row, features.taps_SF)
 
@@ -121,7 +126,8 @@ def compare(
         "decode_whole": decoded.whole_tau(),
         "walk_whole": walked.whole_tau(),
         "agree": agreeing / decoded.whole_forwards if decoded.whole_forwards else float("nan"),
-        "answers": len(prompts),
+        "answers": len(prompts) - too_long,
+        "too_long": too_long,
         "tokens": decoded.tokens,
         "forwards": decoded.forwards,
         "seconds": time.monotonic() - began,

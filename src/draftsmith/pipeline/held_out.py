@@ -64,7 +64,7 @@ class HeldOut:
         self._best: tuple[float, Path] | None = self._known_best()
         self._waiting: tuple[int, Path] | None = None
         self._working: tuple[int, Path] | None = None
-        self._over = False
+        self._over = self._told_too_long = False
         self._process: subprocess.Popen[str] | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(_setting(plan, log),), name="held-out", daemon=True)
@@ -161,6 +161,10 @@ class HeldOut:
             self._log.write("error", topic="tau", text=f"step {step} could not be decoded: {answer['error']}")
             return
         self._log.write("tau", **answer)
+        if answer["too_long"] and not self._told_too_long:
+            self._told_too_long = True
+            text = f"{answer['too_long']} held-out prompts are not decoded: they fill the target's positions"
+            self._log.write("notice", topic="tau", text=text)
         tau = number(answer["decode"])
         if tau is not None and (self._best is None or tau > self._best[0]):
             with self._changed:
