@@ -60,7 +60,8 @@ from draftsmith.training.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from draftsmith.training.update import make_updates
+from draftsmith.training.step import Replica
+from draftsmith.training.update import ReplicaUpdate, make_updates
 
 DISAGREEMENT = "what trains is not what serves"
 ABANDONED = ("interrupted", "terminated", DISAGREEMENT)  # reasons after which nothing more is decoded
@@ -105,6 +106,26 @@ class TrainResult:
         content["folder"] = str(self.folder)
         content["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
         return content
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a run has around it, besides its plan.
+
+    Attributes:
+        folder: of the run.
+        log: of its events.
+        signals: that end it or make it save.
+        ranks: it and the others.
+        max_minutes, overfit: as for `train`.
+    """
+
+    folder: Path
+    log: EventLog
+    signals: Signals
+    ranks: Ranks
+    max_minutes: float | None
+    overfit: bool
 
 
 def _finite(content: dict[str, Any]) -> dict[str, Any]:
@@ -154,23 +175,15 @@ def train(
             try:
                 if devices:
                     log.write("notice", text=f"rank {ranks.rank} of {ranks.world} has {devices}")
-                return _train(plan, folder, log, signals, ranks, resume, max_minutes, overfit)
+                return _train(plan, _Setting(folder, log, signals, ranks, max_minutes, overfit), resume)
             except BaseException as error:
                 log.write("error", text=str(error) or type(error).__name__, final=True)
                 log.write("end", reason="failed", step=None)
                 raise
 
 
-def _train(
-    plan: Plan,
-    folder: Path,
-    log: EventLog,
-    signals: Signals,
-    ranks: Ranks,
-    resume: bool,
-    max_minutes: float | None,
-    overfit: bool,
-) -> TrainResult:
+def _train(plan: Plan, setting: _Setting, resume: bool) -> TrainResult:
+    folder, log, ranks = setting.folder, setting.log, setting.ranks
     checkpoint = shared(checkpoint_to_resume(folder, plan, log) if resume and ranks.writes else None, ranks)
     with explained(plan):
         plan, loaded = settle(plan, folder, log, resume=resume, share=ranks.share)
@@ -187,7 +200,7 @@ def _train(
         log.write("notice", text=notice)
 
     with _cpu_threads(plan.topology, log), explained(plan):
-        return _load_and_run(plan, loaded, folder, log, signals, ranks, checkpoint, max_minutes, overfit)
+        return _load_and_run(plan, setting, loaded, checkpoint)
 
 
 @contextmanager
@@ -209,16 +222,9 @@ def _cpu_threads(topology: Topology, log: EventLog) -> Iterator[None]:
 
 
 def _load_and_run(
-    plan: Plan,
-    loaded: dict[torch.device, Target],
-    folder: Path,
-    log: EventLog,
-    signals: Signals,
-    ranks: Ranks,
-    checkpoint: Checkpoint | None,
-    max_minutes: float | None,
-    overfit: bool,
+    plan: Plan, setting: _Setting, loaded: dict[torch.device, Target], checkpoint: Checkpoint | None
 ) -> TrainResult:
+    log = setting.log
     began = time.monotonic()
     targets = load_targets(plan, loaded)
     way, seconds = f"{targets[0].packing}: {targets[0].packing_reason}", time.monotonic() - began
@@ -229,27 +235,17 @@ def _load_and_run(
         cache.use(cache_folder(plan))
     gate = Gate()
     try:
-        return _run(plan, folder, log, signals, ranks, gate, targets, checkpoint, max_minutes, overfit)
+        return _run(plan, setting, gate, targets, checkpoint)
     finally:
         gate.close()
 
 
-def _run(
-    plan: Plan,
-    folder: Path,
-    log: EventLog,
-    signals: Signals,
-    ranks: Ranks,
-    gate: Gate,
-    targets: list[Target],
-    checkpoint: Checkpoint | None,
-    max_minutes: float | None,
-    overfit: bool,
-) -> TrainResult:
-    config, sequence = plan.config, plan.sequence
-    first_update = checkpoint.step if checkpoint else 0
-    replicas = make_replicas(plan, targets[0].head(), gate, checkpoint)
-    updates = make_updates([replica.model for replica in replicas], config.optimizer)
+def _make_updates(
+    plan: Plan, setting: _Setting, replicas: list[Replica], checkpoint: Checkpoint | None
+) -> list[ReplicaUpdate]:
+    """Of every replica, as a run begins or as the checkpoint left them, and connected with the other ranks'."""
+    log, ranks = setting.log, setting.ranks
+    updates = make_updates([replica.model for replica in replicas], plan.config.optimizer)
     for update in updates:
         if update.device.type == "cuda":
             log.write("notice", text=f"update of drafter {update.index}: {update.describe()}")
@@ -264,7 +260,17 @@ def _run(
     way = ranks.connect([update.device for update in updates])
     if way:
         log.write("notice", text=f"{ranks.world} ranks exchange gradients through {way}")
+    return updates
 
+
+def _run(
+    plan: Plan, setting: _Setting, gate: Gate, targets: list[Target], checkpoint: Checkpoint | None
+) -> TrainResult:
+    config, sequence = plan.config, plan.sequence
+    folder, log, ranks, overfit = setting.folder, setting.log, setting.ranks, setting.overfit
+    first_update = checkpoint.step if checkpoint else 0
+    replicas = make_replicas(plan, targets[0].head(), gate, checkpoint)
+    updates = _make_updates(plan, setting, replicas, checkpoint)
     identity = {"fingerprint": config.fingerprint(), "data": plan.corpus.train.fingerprint()}
 
     def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -282,7 +288,6 @@ def _run(
         spare = held_out.spared() if held_out is not None else []
         prune_checkpoints(folder, config.training.keep, keep_every=config.training.keep_every, spare=spare)
 
-    workers: list[Worker] = []
     stop = Stop()
     ranks.watch(stop)
     saver = Saver(write, log, stop, written)
@@ -291,24 +296,12 @@ def _run(
         config.training.on_nan, lambda row: rows.row_documents(rows.packed_row(0 if overfit else row))
     )
     progress = Progress(
-        config, sequence, first_update, log, [], saver, snapshot, max_minutes, overfit, not_finite, ranks
+        config, sequence, first_update, log, [], saver, snapshot, setting.max_minutes, overfit, not_finite, ranks
     )
     exchange = Exchange(updates, stop, ranks.across)
-    workers += make_workers(plan, targets, replicas, exchange, progress, gate, log, first_update, stop, overfit)
+    workers = make_workers(plan, targets, replicas, exchange, progress, gate, log, first_update, stop, overfit)
     progress.clocks.extend(worker.clock for worker in workers)
-    cards, names = gathered(plan, workers, ranks)
-    if ranks.writes:
-        earlier = find_earlier(folder, cards)
-        log.listen(Noticer(log, earlier, environment_changes(earlier.folder, folder) if earlier else []))
-    log.write(
-        "run",
-        step=first_update,
-        steps=sequence.steps,
-        workers=names,
-        cards=cards,
-        **identity,
-        anchors=config.rows.anchors * config.training.rows_per_update,
-    )
+    _announce(plan, setting, workers, first_update, identity)
     links = {worker.name: worker.inbox for worker in workers if isinstance(worker, (TargetWorker, DrafterWorker))}
     devices, queue = plan.topology.devices, config.pipeline.queue
     try:
@@ -321,7 +314,7 @@ def _run(
             done, at, warm = (lambda: progress.steps_done), (lambda: progress.stepped_at), progress.warm
             others = ranks.post_sample
             with Vitals(log, folder, devices, progress.clocks, links, queue, done, balance, warm, others, at):
-                supervise(workers, stop, progress, signals, config.training.grace, partial(explain, plan))
+                supervise(workers, stop, progress, setting.signals, config.training.grace, partial(explain, plan))
             if held_out is not None and saver.last is not None and progress.reason not in ABANDONED:
                 held_out.offer(saver.last_step, saver.last, last=True)
                 with suppress(KeyboardInterrupt):  # everything is saved: only the last figure is given up
@@ -334,13 +327,39 @@ def _run(
         raise UserError(
             held_out.failure, where="decoding.bound", fix="decoding.on_disagreement=warn trains on as it is"
         )
+    return _result(setting, progress, checkpoint)
+
+
+def _announce(
+    plan: Plan, setting: _Setting, workers: list[Worker], first_update: int, identity: dict[str, str]
+) -> None:
+    """Says in the log that the run starts, and has what it then tells compared with an earlier one."""
+    log, ranks = setting.log, setting.ranks
+    cards, names = gathered(plan, workers, ranks)
+    if ranks.writes:
+        earlier = find_earlier(setting.folder, cards)
+        changes = environment_changes(earlier.folder, setting.folder) if earlier else []
+        log.listen(Noticer(log, earlier, changes))
+    log.write(
+        "run",
+        step=first_update,
+        steps=plan.sequence.steps,
+        workers=names,
+        cards=cards,
+        **identity,
+        anchors=plan.config.rows.anchors * plan.config.training.rows_per_update,
+    )
+
+
+def _result(setting: _Setting, progress: Progress, checkpoint: Checkpoint | None) -> TrainResult:
+    """Of a run that ended in order."""
     reason = progress.reason
     # The update under way when the loss was low enough may have raised it again.
-    succeeded = not overfit or reason == OVERFITTED or progress.loss < OVERFIT_LOSS
-    signals.end = lambda: None  # SIGTERM changes nothing any more
-    log.write("end", reason=reason, step=progress.steps_done)
+    succeeded = not setting.overfit or reason == OVERFITTED or progress.loss < OVERFIT_LOSS
+    setting.signals.end = lambda: None  # SIGTERM changes nothing any more
+    setting.log.write("end", reason=reason, step=progress.steps_done)
     return TrainResult(
-        folder=folder,
+        folder=setting.folder,
         step=progress.steps_done,
         reason=reason,
         loss=progress.loss,
@@ -351,5 +370,5 @@ def _run(
         seconds=progress.seconds,
         tokens=progress.tokens,
         succeeded=succeeded,
-        rank=ranks.rank,
+        rank=setting.ranks.rank,
     )
