@@ -41,6 +41,7 @@ from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError, run_script
 from draftsmith.observe.events import read_events
 from draftsmith.observe.status import read_status
+from draftsmith.observe.summary import number
 from draftsmith.pipeline import assemble, run
 from draftsmith.pipeline.jobs import Job
 from draftsmith.training import durable
@@ -183,9 +184,10 @@ def start(config: RunConfig, kill: Kill | None) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run left: loss by step, what was made of each row by update, masters and optimizer state at the end."""
+    """What a run left: loss by step (None: not finite), what was made of each row by update, masters and optimizer
+    state at the end."""
 
-    losses: dict[int, float]
+    losses: dict[int, float | None]
     rows: frozenset[str]
     state: bytes
 
@@ -193,7 +195,11 @@ class Facts:
 def facts(folder: Path, steps: int) -> Facts:
     """Reads what a finished run left; of a step that was done twice, the last loss."""
     return Facts(
-        {event["step"]: event["loss"] for event in read_events(folder / "events.jsonl") if event["kind"] == "step"},
+        {
+            event["step"]: number(event["loss"])
+            for event in read_events(folder / "events.jsonl")
+            if event["kind"] == "step"
+        },
         frozenset(folder.with_suffix(f".{ROWS}").read_text().splitlines()),
         (folder / "checkpoints" / f"step-{steps:07d}" / "trainer.safetensors").read_bytes(),
     )
@@ -220,9 +226,14 @@ def trial(config: RunConfig, generator: random.Random, whole_seconds: float, cal
     raise AssertionError(f"{config.training.output}: never ended")
 
 
-def furthest(found: Facts, expected: Facts) -> float:
-    """Largest difference of a loss at one step; infinite if one is missing."""
-    return max(abs(found.losses.get(step, math.inf) - loss) for step, loss in expected.losses.items())
+def apart(found: Facts, expected: Facts) -> dict[int, float]:
+    """Difference of the losses by step; infinite where one of the two lacks the step, or its loss is not finite."""
+
+    def gap(one: float | None, other: float | None) -> float:
+        return math.inf if one is None or other is None else abs(one - other)
+
+    steps = sorted({*found.losses, *expected.losses})
+    return {step: gap(found.losses.get(step), expected.losses.get(step)) for step in steps}
 
 
 def compare(folder: Path, found: Facts, expected: Facts, tolerance: float) -> list[str]:
@@ -230,9 +241,12 @@ def compare(folder: Path, found: Facts, expected: Facts, tolerance: float) -> li
     problems = []
     if found.rows != expected.rows:
         problems.append(f"rows were made otherwise: {sorted(found.rows ^ expected.rows)[:4]}")
-    if furthest(found, expected) > tolerance:
-        steps = [s for s, loss in expected.losses.items() if abs(found.losses.get(s, math.inf) - loss) > tolerance]
-        problems.append(f"losses differ or are missing at steps {steps}")
+    missing, beyond = expected.losses.keys() - found.losses.keys(), found.losses.keys() - expected.losses.keys()
+    if missing or beyond:
+        problems.append(f"steps are missing: {sorted(missing)}, or too many: {sorted(beyond)}")
+    far = [step for step, gap in apart(found, expected).items() if gap > tolerance and step not in missing | beyond]
+    if far:
+        problems.append(f"losses differ or are not finite at steps {far}")
     if tolerance == 0 and found.state != expected.state:
         problems.append("the last checkpoint differs")
     refused = [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("refused")]
@@ -307,7 +321,7 @@ def main() -> int:
             places += story[:-1]
             well = "nothing lost, nothing different"
             if tolerance:
-                difference = furthest(found, expected)
+                difference = max(apart(found, expected).values(), default=math.inf)
                 worst = max(worst, difference)
                 same = "the same bytes" if found.state == expected.state else "other bytes"
                 well = f"nothing lost, the same rows; losses differ by at most {difference:.1e}, {same} at the end"
@@ -316,7 +330,7 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {"kills": kills, "runs": number, "failed": failures, "second_refused": refused, "places": places}
-    result |= {"device": arguments.device, "furthest_loss": worst}
+    result |= {"device": arguments.device, "furthest_loss": worst if math.isfinite(worst) else str(worst)}
     print(f"{kills} kills, {number} runs, {failures} lost or different, {time.monotonic() - began:.0f} s", file=say)
     if arguments.json:
         print(json.dumps(result))

@@ -117,8 +117,77 @@ def test_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "prompts").write_text("a\n")
     arguments = ["eval", "drafter", "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
     assert "no such target" in refused(capsys, *arguments)
-    assert "no such device: 'gpu'" in refused(capsys, *arguments, "--device", "gpu")
-    assert "is not here" in refused(capsys, *arguments, "--device", "cuda:99")
+    assert "--device: 'gpu' is not a device" in refused(capsys, *arguments, "--device", "gpu")
+    assert "--device: 'cuda:99' does not exist" in refused(capsys, *arguments, "--device", "cuda:99")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "d", "--target", "demo", "--prompts", "{prompts}"],
+        ["chat", "d", "--target", "demo"],
+        ["data", "generate", "out.jsonl", "--target", "demo", "--prompts", "{prompts}"],
+        ["data", "regenerate", "out.jsonl", "{prompts}", "--target", "demo"],
+        ["bench", "step"],
+        ["bench", "memory"],
+        ["bench", "decode", "d", "--target", "demo", "--prompts", "{prompts}"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("meta", "'meta' is not supported"), ("cpu:1", "'cpu:1' does not exist"), ("gpu", "'gpu' is not a device")],
+)
+def test_every_command_refuses_the_same_devices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], device: str, said: str
+) -> None:
+    (tmp_path / "prompts").write_text("a\n")
+    arguments = [word.format(prompts=tmp_path / "prompts") for word in command]
+    assert f"--device: {said}" in refused(capsys, *arguments, "--device", device)
+
+
+@pytest.mark.parametrize(
+    ("command", "idle"),
+    [
+        ("eval d --target t --prompts p", ("--top-k 0", "--top-p 1.0", "--seed 0")),
+        (
+            "eval d --target t --prompts p --parity",
+            ("--temperature 0", "--top-k 0", "--top-p 1", "--seed 0", "--block-size 4", "--compile auto"),
+        ),
+        ("chat d --target t", ("--top-k 0", "--top-p 1.0", "--seed 0")),
+        ("data generate o --target t --prompts p --temperature 0", ("--top-k 0", "--top-p 1.0")),
+        ("data regenerate o p --server http://s", ("--batch-size 1", "--device auto")),
+        (
+            "data regenerate o p --target t",
+            ("--model m", "--concurrency 64", "--attempts 8", "--timeout 600", "--api-key-env OPENAI_API_KEY"),
+        ),
+        ("data check c --no-score", ("--sample-tokens 20000", "--device auto")),
+        ("train c --plan", ("--resume", "--overfit", "--max-minutes 1")),
+        ("export d o", ("--engine vllm", "--private", "--gguf-file x")),
+        ("import d o", ("--gguf-file x",)),
+        (
+            "export check o",
+            (
+                *("--layout zlab", "--verifier v", "--dtype as-is", "--evaluation e", "--licence", "--target-licence"),
+                *("--data-licence", "--push p", "--private", "--gguf-file x"),
+            ),
+        ),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_also_with_its_default(
+    capsys: pytest.CaptureFixture[str], command: str, idle: tuple[str, ...]
+) -> None:
+    for option in idle:
+        name, *value = option.split()
+        value = [""] if name.endswith("licence") else value
+        assert f"{name} would do nothing (leave it out)" in refused(capsys, *command.split(), name, *value)
+
+
+def test_a_default_that_is_not_given_is_not_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("a\n")
+    arguments = ["eval", "d", "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
+    assert "no such target" in refused(capsys, *arguments, "--parity")
+    assert "no such target" in refused(capsys, *arguments, "--temperature", "1", "--top-k", "0", "--seed", "0")
 
 
 def test_help_is_fine_and_loads_nothing_heavy() -> None:

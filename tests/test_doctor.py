@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from draftsmith.doctor import against, examine, fast_paths, healthy, machine, re
 from draftsmith.doctor.fast_paths import modules_entered
 from draftsmith.doctor.machine import variables
 from draftsmith.doctor.packages import drift, flavours, foreign_modules, leftovers, serving
+from draftsmith.errors import UserError
 from draftsmith.pipeline import environment
 from draftsmith.pipeline.environment import environment_record
+from draftsmith.pipeline.plan import resolve_attention
 
 
 def installed(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), files: bool = True):
@@ -150,7 +153,51 @@ def test_compiling_on_the_cpu_is_tried(tiny_run, tmp_path, monkeypatch):
     assert "no compiler on cpu" in attention.text
     assert "compile.enabled=auto" in attention.mend
     (flex,) = fast_paths._drafter(tiny_run("flex", drafter={"attention": "flex"}))
-    assert (flex.level, flex.mend) == ("bad", "drafter.attention=auto")
+    assert (flex.level, flex.mend) == ("bad", "set it to dense or auto")
+
+
+@pytest.mark.parametrize(
+    ("sections", "level", "text"),
+    [
+        ({}, "ok", "flex, compiled; a tiny compiled function was seen to run compiled"),
+        ({"rows": {"length": 200}}, "bad", "rows: rows.length is 200; flex attention works in tiles of 128"),
+        (
+            {"rows": {"anchors": 5}},
+            "bad",
+            "rows: rows.anchors x block_size is 20; flex attention works",
+        ),
+        (
+            {"compile": {"enabled": "off"}},
+            "bad",
+            "compile.enabled: flex attention without compiling computes",
+        ),
+        ({"drafter": {"attention": "dense"}}, "warn", "dense attention on CUDA, as configured: slow"),
+    ],
+)
+def test_on_a_gpu_the_doctor_says_what_training_would(tiny_run, monkeypatch, sections, level, text):
+    """What training refuses is bad here, in the same words."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(fast_paths, "compiles", lambda _device: "")
+    sections = {"rows": {}, "drafter": {}, **sections}
+    sections["rows"] = {"length": 256, "anchors": 32, **sections["rows"]}
+    sections["drafter"] = {"layers": 2, "block_size": 4, **sections["drafter"]}
+    config = tiny_run("gpu", pipeline={"targets": ["auto"], "drafters": ["auto"]}, **sections)
+    found = next(fast_paths._drafter(config))
+    assert found.level == level
+    assert found.text.startswith(text)
+    if level == "bad":
+        with pytest.raises(UserError) as refused:
+            resolve_attention(config, config.drafter.block_size, True, [])
+        assert found.text == f"{refused.value.where}: {refused.value.what}"
+
+
+def test_the_block_size_of_the_drafter_to_start_from_counts(tiny_run, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(fast_paths, "read_spec_to_start_from", lambda *_: SimpleNamespace(block_size=5))
+    rows, devices = {"length": 256, "anchors": 32}, {"targets": ["auto"], "drafters": ["auto"]}
+    config = tiny_run("init", rows=rows, drafter={"init": "d", "block_size": 4}, pipeline=devices)
+    (found,) = fast_paths._drafter(config)
+    assert found.text.startswith("rows: rows.anchors x block_size is 160;")
 
 
 def test_without_a_compiler_nothing_compiles(tmp_path):
@@ -248,15 +295,21 @@ def test_what_cannot_be_restored_is_said_and_values_are_quoted(tmp_path):
     assert "did not track: new.py" in comments
 
 
+RECORD = {"draftsmith": "1", "machine": {"environment": {}}, "packages": {}, "commit": None}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([], "it is not a mapping"),
-        ({}, "machine is not a mapping"),
-        ({"machine": []}, "machine is not a mapping"),
-        ({"machine": {"environment": {}}, "packages": {"torch": 2}}, "draftsmith is not a text"),
-        ({"machine": {"environment": {}}, "packages": {"torch": 2}, "draftsmith": "1"}, "packages.torch is not a text"),
-        ({"machine": {"environment": {}}, "packages": {}, "draftsmith": "1", "commit": "x"}, "commit is not a mapping"),
+        ([], "all of it: Input should be a valid dictionary"),
+        ({}, "draftsmith: Field required"),
+        ({"draftsmith": 1}, "draftsmith: Input should be a valid string"),
+        ({"draftsmith": "1", "machine": []}, "machine: Input should be a valid dictionary"),
+        ({"draftsmith": "1", "machine": {}}, "machine.environment: Field required"),
+        ({"draftsmith": "1", "machine": {"environment": {"A": 1}}}, "machine.environment.A: Input should be"),
+        (RECORD | {"packages": {"torch": 2}}, "packages.torch: Input should be a valid string"),
+        (RECORD | {"commit": "x"}, "commit: Input should be a valid dictionary"),
+        (RECORD | {"commit": {"id": "x", "untracked": "y"}}, "commit.untracked: Input should be a valid list"),
     ],
 )
 def test_a_damaged_record_is_refused(tmp_path, capsys, content, said):

@@ -14,8 +14,8 @@ ROOT = Path(draftsmith.__file__).parent
 # Lowest first. A room may import from every room before it, except where ONLY says less.
 ORDER = (
     "errors", "config", "compiled", "observe", "blocks", "data", "target", "objective", "drafter", "training", "decode",
-    "export", "pipeline", "bench", "demo", "doctor", "cli_bench", "cli_compile", "cli_data", "cli_run", "cli_export",
-    "cli", "__main__",
+    "export", "pipeline", "bench", "demo", "doctor", "cli_options", "cli_bench", "cli_compile", "cli_data", "cli_run",
+    "cli_export", "cli", "__main__",
 )  # fmt: skip
 ONLY = {"errors": set(), "config": {"errors"}, "compiled": set(), "observe": {"errors", "config"}}
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -25,7 +23,24 @@ import draftsmith
 from draftsmith.cli_bench import bench
 from draftsmith.cli_compile import compile_app, doctor
 from draftsmith.cli_data import data_app
-from draftsmith.cli_export import chat, export, import_drafter, refuse_options
+from draftsmith.cli_export import chat, export, import_drafter
+from draftsmith.cli_options import (
+    Compile,
+    Device,
+    DType,
+    DTypeName,
+    GgufFile,
+    Json,
+    Seed,
+    TargetPath,
+    Temperature,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+    refuse_given,
+    tell,
+    telling,
+)
 from draftsmith.cli_run import report, status, watch
 from draftsmith.errors import UserError
 
@@ -34,7 +49,6 @@ if TYPE_CHECKING:
     from draftsmith.pipeline.run import TrainResult
     from draftsmith.target.forward import Target
 
-DTypeName = Literal["auto", "float32", "bfloat16"]
 TELLING_SECONDS = 3.0  # that rank 0 needs to collect what is wrong in all ranks, and to say it
 
 
@@ -67,17 +81,6 @@ app.command()(report)
 app.command()(export)
 app.command("import")(import_drafter)
 app.command()(chat)
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
-DType = Annotated[DTypeName, typer.Option(help="auto: bfloat16 on CUDA, float32 on CPU.")]
-TargetPath = Annotated[str, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")]
-GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, if that is a directory or hub name.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that hold this share.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +119,7 @@ def demo(
     from draftsmith.observe.live import LiveLine
     from draftsmith.observe.run_folder import next_free
 
-    with _report(json_) as report, LiveLine() as live:
+    with telling(json_) as report, LiveLine() as live:
         result = run_demo(next_free(output), seed=seed, listener=live, quick=quick)
         report(result["text"], {key: value for key, value in result.items() if key != "text"})
     return 0 if result["passed"] else 1
@@ -131,14 +134,14 @@ def init(
     """Write a commented config for a target and a data file; what can be found out is found out."""
     from draftsmith.pipeline.init import write_config
 
-    with _report(False) as report:
-        path = write_config(target, data, output)
-        report([f"wrote {path}", f"next: draftsmith train {path} --plan"], {})
+    path = write_config(target, data, output)
+    tell([f"wrote {path}", f"next: draftsmith train {path} --plan"], {}, as_json=False)
     return 0
 
 
 @app.command()
 def train(
+    ctx: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would run on which device, and stop.")] = False,
@@ -153,15 +156,15 @@ def train(
     ignore_user_signal()  # before torch is imported, which takes seconds
     from draftsmith.config import load_config
 
-    if plan and (resume or overfit):
-        raise UserError("--plan only plans", where="command line", fix="leave out --resume and --overfit")
+    if plan:
+        refuse_given(ctx, ("resume", "overfit", "max_minutes"), "--plan only plans")
     try:
         run = load_config(config, overrides)
     except UserError as error:
         error.told = _another_finds_it()
         raise
     _take_devices(run.pipeline.devices_per_rank)
-    with _report(json_) as report:
+    with telling(json_) as report:
         if plan:
             from draftsmith.pipeline.plan import make_plan
             from draftsmith.pipeline.seat import Seat
@@ -194,6 +197,7 @@ def train(
 
 @app.command("eval")
 def evaluate_drafter(
+    ctx: typer.Context,
     drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of a drafter: a checkpoint or an export.")],
     target: TargetPath,
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts or messages, or plain lines.")],
@@ -211,32 +215,24 @@ def evaluate_drafter(
     parity: Annotated[
         bool, typer.Option("--parity", help="Compare the decoder's drafter with the training-time forward instead.")
     ] = False,
-    compile: Annotated[
-        Literal["auto", "on", "off"],
-        typer.Option(help="Rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
-    ] = "auto",
+    compile: Compile = "auto",
     json_: Json = False,
 ) -> int:
     """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
-    from draftsmith.decode.prompts import encode_prompts, later_turns, prompts_digest, read_prompts
+    from draftsmith.decode.prompts import later_turns, prompts_digest, read_prompts
     from draftsmith.observe.live import LiveLine
 
     if parity:
-        given: dict[str, Any] = {
-            "--temperature": temperature,
-            "--top-k": top_k,
-            "--top-p": top_p != 1.0,
-            "--seed": seed,
-        }
-        given |= {"--block-size": block_size, "--compile on": compile == "on"}
-        refuse_options("--parity compares greedy answers in eager rounds of whole blocks", given)
+        idle = ("temperature", "top_k", "top_p", "seed", "block_size", "compile")
+        refuse_given(ctx, idle, "--parity compares greedy answers in eager rounds of whole blocks")
     elif not temperature:
-        refuse_options("without --temperature nothing is sampled", {"--top-k": top_k, "--top-p": top_p != 1.0})
-    with _report(json_) as report, LiveLine() as live:
+        refuse_given(ctx, ("top_k", "top_p", "seed"), "without --temperature nothing is sampled")
+    with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts)[:limit]
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
 
-        from draftsmith.decode.evaluate import evaluate, leave_room, take_turns
+        from draftsmith.decode.evaluate import evaluate, fitting, fitting_prompts
+        from draftsmith.decode.sampling import Sampling
         from draftsmith.decode.static import StaticRounds
         from draftsmith.drafter.native import load_drafter, read_own_weights, weights_digest
 
@@ -245,29 +241,27 @@ def evaluate_drafter(
         if parity:
             from draftsmith.export.parity import check_parity, training_text_of
 
-            fitting, notes = leave_room(frozen, asked, max_new_tokens)
+            first, _, notes = fitting(frozen, asked, max_new_tokens)
             notes = [note for note in (later_turns(asked, str(prompts)), *notes) if note]
             for note in notes:
                 live({"kind": "notice", "text": note})
             compared = check_parity(
-                model, frozen, fitting, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
+                model, frozen, first, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
             )
             live.close()
             report(compared.lines(), {**compared.to_json(), "notices": notes})
             return 0 if compared.fault is None else 1
         rounds = StaticRounds(frozen, compile)
-        turns, notes = leave_room(frozen, take_turns(frozen, asked, max_new_tokens, rounds=rounds), max_new_tokens)
+        encoded, notes = fitting_prompts(frozen, asked, max_new_tokens, rounds)
         for note in notes:
             live({"kind": "notice", "text": note})
         evaluation = evaluate(
             model,
             frozen,
-            encode_prompts(turns, frozen.tokenizer),
+            encoded,
             max_new_tokens=max_new_tokens,
             block_size=block_size,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            sampling=Sampling(temperature, top_k, top_p),
             seed=seed,
             progress=lambda done, total: live({"kind": "step", "unit": "prompt", "step": done, "steps": total}),
             rounds=rounds,
@@ -284,6 +278,7 @@ def evaluate_drafter(
 
 @data_app.command()
 def generate(
+    ctx: typer.Context,
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="JSON lines to write; continued if this very work stopped before.")
     ],
@@ -311,8 +306,10 @@ def generate(
 
     if (prompts is None) == (invent is None):
         raise UserError("give either --prompts FILE or --invent COUNT", where="command line")
+    if not temperature:
+        refuse_given(ctx, ("top_k", "top_p"), "with --temperature 0 nothing is sampled")
     options = AnswerOptions(max_new_tokens, temperature, top_k, top_p, seed, batch_size)
-    with _report(json_) as report, LiveLine() as live:
+    with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts) if prompts is not None else None
         known = read_prompts(exclude) if exclude is not None else []
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
@@ -342,31 +339,9 @@ def version(json_: Json = False) -> int:
     for package in ("torch", "transformers", "triton"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = installed(package)
-    with _report(json_) as report:
+    with telling(json_) as report:
         report([f"{name} {number}" for name, number in versions.items()], versions)
     return 0
-
-
-class _Report:
-    """Where a command's result goes; see `_report`."""
-
-    def __init__(self, as_json: bool, stdout: Any) -> None:
-        self._as_json = as_json
-        self._stdout = stdout
-
-    def __call__(self, lines: list[str] | str, content: dict[str, Any]) -> None:
-        text = lines if isinstance(lines, str) else "\n".join(lines)
-        print(text)
-        if self._as_json:
-            print(json.dumps(content), file=self._stdout, flush=True)
-
-
-@contextlib.contextmanager
-def _report(as_json: bool) -> Iterator[_Report]:
-    """Yields the printer of the result. With `as_json`, whatever else prints meanwhile goes to stderr."""
-    report = _Report(as_json, sys.stdout)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield report
 
 
 def _training_lines(result: TrainResult) -> list[str]:
@@ -418,25 +393,12 @@ def _evaluation_lines(evaluation: Evaluation) -> list[str]:
 
 
 def _load_target(path: str, gguf_file: str | None, device: str, dtype: DTypeName, trust_remote_code: bool) -> Target:
-    import torch
-
     from draftsmith.config import TargetConfig
+    from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
     config = TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"no such device: {device!r}", where="--device", fix="cpu, cuda, cuda:0, …") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"{device} is not here: {torch.cuda.device_count()} CUDA devices are seen", where="--device", fix="use cpu"
-        )
-    if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
-    return load_target(config, place, getattr(torch, dtype))
+    return load_target(config, *place_and_dtype(device, dtype))
 
 
 def _usage_error() -> type[Exception]:

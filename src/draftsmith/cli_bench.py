@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from draftsmith.cli_options import Device, DTypeName, Json, RoundsName, given, refuse_given, tell, telling
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from draftsmith.bench.setting import Setting
 
 Part = Annotated[
     str, typer.Argument(metavar="PART", help="step, target, row, mask, loss, update, pipeline, memory, or decode.")
 ]
 Drafter = Annotated[str | None, typer.Argument(metavar="[DRAFTER]", help="Of decode: a drafter's folder.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda:N; auto: cuda:0 if there is one.")]
 Runs = Annotated[int | None, typer.Option(min=1, help="Timed runs.")]
 Against = Annotated[Path | None, typer.Option(help="An earlier --json result: exit 1 if slower beyond noise.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 
 # Sizes.
 Geometry = Annotated[
@@ -68,52 +62,56 @@ Limit = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Of decode; 0: the likeliest token.")]
 Contexts = Annotated[str, typer.Option(help="Of decode: lengths at which τ is measured, such as 512,4096.")]
-DType = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of decode.")]
+DType = Annotated[DTypeName, typer.Option(help="Of decode.")]
 Compile = Annotated[
-    Literal["auto", "on", "off"],
+    RoundsName,
     typer.Option(help="Of decode: rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
 ]
 Picture = Annotated[Path | None, typer.Option(help="Of decode: PNG to draw.")]
 
 
 # Which parts use what; --device and --json are of all.
-_TIMED = "step target row mask loss update"
-_BLOCKS = "step row mask loss pipeline"
-USED_BY = {
-    "geometry": f"{_TIMED} pipeline",
-    "length": f"{_TIMED} pipeline",
+PartName = Literal["step", "target", "row", "mask", "loss", "update", "pipeline", "memory", "decode"]
+PARTS: tuple[PartName, ...] = get_args(PartName)
+_TIMED: frozenset[PartName] = frozenset(("step", "target", "row", "mask", "loss", "update"))
+_BLOCKS: frozenset[PartName] = frozenset(("step", "row", "mask", "loss", "pipeline"))
+_PIPELINE: frozenset[PartName] = frozenset(("pipeline",))
+_DECODE: frozenset[PartName] = frozenset(("decode",))
+USED_BY: dict[str, frozenset[PartName]] = {
+    "geometry": _TIMED | _PIPELINE,
+    "length": _TIMED | _PIPELINE,
     "anchors": _BLOCKS,
     "block_size": _BLOCKS,
     "chunk": _BLOCKS,
-    "layers": "step target row update pipeline",
-    "documents": f"target {_BLOCKS}",
-    "precision": "target row",
-    "packing": "target row",
-    "optimizer": "update pipeline",
-    "rows": "update pipeline",
-    "targets": "pipeline",
-    "drafters": "pipeline",
-    "steps": "pipeline",
-    "sequence": "pipeline",
-    "autotune": "step target row",
-    "compile_drafter": "step row",
+    "layers": frozenset(("step", "target", "row", "update", "pipeline")),
+    "documents": _BLOCKS | {"target"},
+    "precision": frozenset(("target", "row")),
+    "packing": frozenset(("target", "row")),
+    "optimizer": frozenset(("update", "pipeline")),
+    "rows": frozenset(("update", "pipeline")),
+    "targets": _PIPELINE,
+    "drafters": _PIPELINE,
+    "steps": _PIPELINE,
+    "sequence": _PIPELINE,
+    "autotune": frozenset(("step", "target", "row")),
+    "compile_drafter": frozenset(("step", "row")),
     "runs": _TIMED,
-    "against": f"{_TIMED} pipeline",
-    "drafter": "decode",
-    "target": "decode",
-    "prompts": "decode",
-    "max_new_tokens": "decode",
-    "limit": "memory decode",
-    "temperature": "decode",
-    "contexts": "decode",
-    "dtype": "decode",
-    "compile": "decode",
-    "picture": "decode",
+    "against": _TIMED | _PIPELINE,
+    "drafter": _DECODE,
+    "target": _DECODE,
+    "prompts": _DECODE,
+    "max_new_tokens": _DECODE,
+    "limit": frozenset(("memory", "decode")),
+    "temperature": _DECODE,
+    "contexts": _DECODE,
+    "dtype": _DECODE,
+    "compile": _DECODE,
+    "picture": _DECODE,
 }
-PARTS = (*_TIMED.split(), "pipeline", "memory", "decode")
 
 
 def bench(
+    ctx: typer.Context,
     part: Part,
     drafter: Drafter = None,
     geometry: Geometry = "",
@@ -148,13 +146,14 @@ def bench(
     json_: Json = False,
 ) -> int:
     """Time one part of the work on random weights, or (decode) a drafter at work."""
-    _refuse_what_is_not_used(part, dict(locals()))
+    _refuse_what_is_not_used(ctx, part)
     if part == "decode":
         if drafter is None or target is None or not prompts:
             raise UserError("needs DRAFTER, --target and --prompts", where="bench decode")
-        sampling, lengths = {"temperature": temperature}, _numbers(contexts)
+        lengths = _numbers(contexts)
         return _decode(
-            drafter, target, prompts, max_new_tokens, limit, sampling, lengths, device, dtype, compile, picture, json_
+            drafter, target, prompts, max_new_tokens, limit, temperature, lengths, device, dtype, compile, picture,
+            json_,
         )  # fmt: skip
     if part == "memory":
         return _memory(device, limit, json_)
@@ -170,37 +169,21 @@ def bench(
 
     earlier = None if against is None else read_result(against, part)
     setting = _setting(geometry, device, sizes, ways)
-    if setting.device.type != "cuda" and (autotune or compile_drafter != "layers"):
-        raise UserError("nothing is compiled on the CPU", where="--autotune" if autotune else "--compile-drafter")
+    if setting.device.type != "cuda":
+        refuse_given(ctx, ("autotune", "compile_drafter"), "nothing is compiled on the CPU")
     return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)
 
 
-def _refuse_what_is_not_used(part: str, values: dict[str, Any]) -> None:
+def _refuse_what_is_not_used(ctx: typer.Context, part: str) -> None:
     """Raises UserError for a part that cannot be timed, or an option that was given and that the part does not use."""
     if part not in PARTS:
         raise UserError(f"{part!r} cannot be timed", where="bench", fix=f"use one of {', '.join(PARTS)}")
-    defaults = {name: parameter.default for name, parameter in inspect.signature(bench).parameters.items()}
+    idle = given(ctx, [name for name, parts in USED_BY.items() if part not in parts])
     foreign = [
-        f"{_typed(name)} is of {', '.join(parts.split())}"
-        for name, parts in USED_BY.items()
-        if part not in parts.split() and values[name] not in (defaults[name], None, [])
+        f"{typed} is of {', '.join(each for each in PARTS if each in USED_BY[name])}" for name, typed in idle.items()
     ]
     if foreign:
         raise UserError("; ".join(foreign), where=f"bench {part}", fix="leave it out")
-
-
-def _typed(name: str) -> str:
-    """A parameter as people type it."""
-    return "DRAFTER" if name == "drafter" else f"--{name.replace('_', '-')}"
-
-
-def _place(device: str) -> torch.device:
-    """The device of a name."""
-    import torch
-
-    from draftsmith.pipeline.topology import parse_device
-
-    return parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
 def _setting(geometry: str, device: str, sizes: dict[str, int | None], ways: dict[str, Any]) -> Setting:
@@ -210,12 +193,13 @@ def _setting(geometry: str, device: str, sizes: dict[str, int | None], ways: dic
     from draftsmith.bench.geometry import find_geometry, name_of
     from draftsmith.bench.parts import default_setting
     from draftsmith.config import balanced_chunk
+    from draftsmith.pipeline.topology import place_and_dtype
 
-    place = _place(device)
+    place, _ = place_and_dtype(device, "auto")
     shape = find_geometry(geometry or ("qwen3-8b" if place.type == "cuda" else "tiny"))
-    given: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
-    setting = replace(default_setting(shape, place, geometry or name_of(shape)), **given, **ways)
-    if "chunk" not in given:
+    chosen: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
+    setting = replace(default_setting(shape, place, geometry or name_of(shape)), **chosen, **ways)
+    if "chunk" not in chosen:
         setting = replace(setting, chunk=balanced_chunk(setting.anchors, setting.block_size))
     if setting.documents > setting.length:
         raise UserError(f"{setting.documents} documents do not fit into a row of {setting.length}", where="--documents")
@@ -262,14 +246,12 @@ def _report(result: dict[str, Any], earlier: dict[str, Any] | None, json_: bool)
     from draftsmith.bench.results import compare, lines_of
 
     ok, change = (True, "") if earlier is None else compare(result, earlier)
-    text = sys.stderr if json_ else sys.stdout
     lines = lines_of_pipeline(result) if result["bench"] == "pipeline" else lines_of(result)
-    for line in [*lines, *(f"  {remark}" for remark in result.get("remarks", ())), *([change] if change else [])]:
-        print(line, file=text)
+    lines += [f"  {remark}" for remark in result.get("remarks", ())]
     if change:
+        lines.append(change)
         result["against"] = change
-    if json_:
-        print(json.dumps(result))
+    tell(lines, result, json_)
     return 0 if ok and not result.get("host_waits") else 1
 
 
@@ -279,24 +261,24 @@ def _decode(
     prompts: list[str],
     max_new_tokens: int,
     limit: int | None,
-    sampling: dict[str, float],
+    temperature: float,
     contexts: list[int],
     device: str,
     dtype: str,
-    compile: Literal["auto", "on", "off"],
+    compile: RoundsName,
     picture: Path | None,
     json_: bool,
 ) -> int:
     """`bench decode`: 0 if every task was lossless, else 1."""
-    import torch
-
     from draftsmith.bench.decoding import bench_decode, check_picture, draw, lines_of
     from draftsmith.config import TargetConfig
     from draftsmith.decode.prompts import read_prompts
+    from draftsmith.decode.sampling import Sampling
     from draftsmith.decode.static import StaticRounds
     from draftsmith.drafter.native import load_drafter
     from draftsmith.export.card import find_run
     from draftsmith.observe.live import LiveLine
+    from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
     if picture is not None:
@@ -306,9 +288,7 @@ def _decode(
         name, equals, file = entry.partition("=")
         path = Path(file if equals else entry)
         tasks.append((name if equals else path.stem, read_prompts(path)[:limit]))
-    place = _place(device)
-    name = ("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype
-    frozen = load_target(TargetConfig(path=target), place, getattr(torch, name))  # type: ignore[call-arg]
+    frozen = load_target(TargetConfig(path=target), *place_and_dtype(device, dtype))  # type: ignore[call-arg]
     model = load_drafter(Path(drafter), frozen.device, frozen.dtype, frozen.geometry.layers)
     model.spec.require_target(frozen.geometry, str(drafter))
     run = find_run(Path(drafter))
@@ -318,7 +298,7 @@ def _decode(
             frozen,
             tasks,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=Sampling(temperature),
             contexts=contexts,
             trained_length=None if run is None else run.config["rows"]["length"],
             progress=lambda what, done, total: live({"kind": "step", "unit": what, "step": done, "steps": total}),
@@ -326,9 +306,7 @@ def _decode(
         )
     if picture is not None:
         result["picture"] = str(picture)
-    print("\n".join(lines_of(result)), file=sys.stderr if json_ else sys.stdout)
-    if json_:
-        print(json.dumps(result), flush=True)
+    tell(lines_of(result), result, json_)
     if picture is not None:
         draw(result, picture)
     return 0 if all(task["lossless"] for task in result["tasks"]) else 1
@@ -337,16 +315,16 @@ def _decode(
 def _memory(device: str, limit: int | None, json_: bool) -> int:
     """`bench memory`: 0 if what was predicted is right on all held-out configurations, else 1."""
     from draftsmith.bench.memory import BOUND, CASES, bench_memory
+    from draftsmith.pipeline.topology import place_and_dtype
 
-    text = sys.stderr if json_ else sys.stdout
-    result = bench_memory(_place(device), CASES[:limit], progress=lambda line: print(line, file=text, flush=True))
-    print(
-        f"held out: off by {result['held_out_worst']:.1%} at most (right below {BOUND:.0%}); "
-        f"the others by {result['fit_worst']:.1%}",
-        file=text,
-    )
-    if json_:
-        print(json.dumps(result))
+    place, _ = place_and_dtype(device, "auto")
+    with telling(json_) as report:
+        result = bench_memory(place, CASES[:limit], progress=lambda line: print(line, flush=True))
+        report(
+            f"held out: off by {result['held_out_worst']:.1%} at most (right below {BOUND:.0%}); "
+            f"the others by {result['fit_worst']:.1%}",
+            result,
+        )
     return 0 if result["ok"] else 1
 
 

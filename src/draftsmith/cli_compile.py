@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from draftsmith.cli_options import Json, tell
 from draftsmith.errors import UserError
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
 cache_app = typer.Typer(help="Compile caches: show, verify, pack, unpack, clear.", rich_markup_mode=None)
 compile_app.add_typer(cache_app, name="cache")
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of the run.")]
 MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config of the run.")]
 MIB = 2**20
@@ -33,7 +32,7 @@ def warm(config: Config, json_: Json = False) -> int:
         f"{result['coverage']}, {size:.1f} MiB in {result['folder']}",
         f"warm-up from an empty cache {result['cold_seconds']:.1f} s, from this one {result['loaded_seconds']:.1f} s",
     ]
-    _print(lines, result, json_)
+    tell(lines, result, json_)
     return 0 if result["verified"] else 1
 
 
@@ -48,7 +47,7 @@ def prove(config: Config, json_: Json = False) -> int:
         result = run(load_config(config, ["compile.evidence=warn"]), live)
     problems = [problem for verdict in result["ledger"]["evidence"] for problem in verdict["problems"]]
     verdict = "the compiled path ran" if result["ok"] else "NOT the compiled path"
-    _print([f"{verdict}; warm-up {result['warm_up_seconds']:.1f} s", *problems], result, json_)
+    tell([f"{verdict}; warm-up {result['warm_up_seconds']:.1f} s", *problems], result, json_)
     return 0 if result["ok"] else 1
 
 
@@ -62,7 +61,7 @@ def gate(json_: Json = False) -> int:
         f"a compiled call alone     {found['compiled']:6.2f} µs",
         f"through a region, before the seal  +{found['unsealed']:.2f} µs, after it  +{found['sealed']:.2f} µs",
     ]
-    _print(lines, {f"{name}_us": value for name, value in found.items()}, json_)
+    tell(lines, {f"{name}_us": value for name, value in found.items()}, json_)
     return 0
 
 
@@ -71,9 +70,11 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
     """Sizes by kind, what made each cache, whether it matches this machine; with CONFIG, what is missing."""
     from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import show as look
+    from draftsmith.pipeline.compiling import cache_refusals
 
     settings = load_config(config) if config else None
-    result = _refusable(lambda: look(settings))
+    with cache_refusals():
+        result = look(settings)
     lines = []
     for each in result["caches"]:
         kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in each["bytes"].items()) or "empty"
@@ -88,7 +89,7 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
     lines.append(f"{extensions['folder']}: {extensions['bytes'] / MIB:.1f} MiB (torch extensions)")
     if "config" in result:
         lines.append(f"for this config: {result['config']['coverage']}")
-    _print(lines, result, json_)
+    tell(lines, result, json_)
     return 0
 
 
@@ -106,37 +107,40 @@ def verify(config: Config, json_: Json = False) -> int:
     covered = cache.coverage(folder, needs(plan))
     lines = [f"{folder}: {covered.line()}", *problems]
     content = {"folder": str(folder), "problems": problems, "coverage": covered.line(), "missing": covered.missing}
-    _print(lines, content, json_)
+    tell(lines, content, json_)
     return 0 if not problems and not covered.missing else 1
 
 
 @cache_app.command()
 def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
     """Write the cache of a config, with manifest and checksums, into one file."""
-    from draftsmith.compiled import cache
+    from draftsmith.compiled import archive as archives
     from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import plan_of
-    from draftsmith.pipeline.compiling import cache_folder
+    from draftsmith.pipeline.compiling import cache_folder, cache_refusals
 
     folder = cache_folder(plan_of(load_config(config)))
-    size = _refusable(lambda: cache.pack(folder, archive))
-    _print([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
+    with cache_refusals():
+        size = archives.pack(folder, archive)
+    tell([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
     return 0
 
 
 @cache_app.command()
 def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
     """Check a packed cache against this machine and config and put it in place; refuses what does not match."""
+    from draftsmith.compiled import archive as archives
     from draftsmith.compiled import cache
     from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import plan_of
-    from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
+    from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
     plan = plan_of(load_config(config))
     folder, needed = cache_folder(plan), needs(plan)
-    _refusable(lambda: cache.unpack(archive, folder, machine_facts(), needed))
+    with cache_refusals():
+        archives.unpack(archive, folder, machine_facts(), needed)
     covered = cache.coverage(folder, needed).line()
-    _print([f"unpacked into {folder}: {covered}"], {"folder": str(folder), "coverage": covered}, json_)
+    tell([f"unpacked into {folder}: {covered}"], {"folder": str(folder), "coverage": covered}, json_)
     return 0
 
 
@@ -147,22 +151,27 @@ def clear(
 ) -> int:
     """Delete Draftsmith's own caches, and nothing else."""
     from draftsmith.compiled import cache
+    from draftsmith.pipeline.compiling import cache_refusals
 
-    caches, others = _refusable(cache.own_caches), _refusable(cache.left_alone)
+    with cache_refusals():
+        kept = cache.left_alone()
+        caches = [(path, size) for path, size in cache.own_caches() if path not in kept]
+    others = [f"{path.name} ({why})" for path, why in kept.items()]
     for other in others:
         print(f"left alone: {other}", file=sys.stderr)
     if not caches:
-        _print([f"nothing to delete in {cache.root_folder()}"], {"freed": 0, "left_alone": others}, json_)
+        tell([f"nothing to delete in {cache.root_folder()}"], {"freed": 0, "left_alone": others}, json_)
         return 0
     for path, size in caches:
         print(f"{path}: {size / MIB:.1f} MiB", file=sys.stderr)
     total = sum(size for _, size in caches)
     refusal = "" if yes else _asked(f"delete these {len(caches)} ({total / MIB:.1f} MiB)?")
     if refusal:
-        _print([refusal], {"freed": 0, "left_alone": others}, json_)
+        tell([refusal], {"freed": 0, "left_alone": others}, json_)
         return 1
-    freed = _refusable(lambda: cache.clear([path for path, _ in caches]))
-    _print([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
+    with cache_refusals():
+        freed = cache.clear([path for path, _ in caches])
+    tell([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
     return 0
 
 
@@ -190,11 +199,11 @@ def doctor(
         raise UserError("CONFIG, --against and --restore are asked one at a time", where="doctor")
     if restore is not None:
         lines = doctors.restore(restore)
-        _print(lines, {"commands": lines}, json_)
+        tell(lines, {"commands": lines}, json_)
         return 0
     if against is not None:
         changed = doctors.against(against)
-        _print(changed or [f"nothing changed since {against}"], {"changed": changed}, json_)
+        tell(changed or [f"nothing changed since {against}"], {"changed": changed}, json_)
         return 1 if changed else 0
     from draftsmith.config import load_config
 
@@ -202,20 +211,5 @@ def doctor(
     healthy = doctors.healthy(findings)
     lines = [finding.line() for finding in findings]
     lines.append("the configured fast path will be taken" if healthy else "the configured fast path will NOT be taken")
-    _print(lines, {"healthy": healthy, "findings": [finding.to_json() for finding in findings]}, json_)
+    tell(lines, {"healthy": healthy, "findings": [finding.to_json() for finding in findings]}, json_)
     return 0 if healthy else 1
-
-
-def _print(lines: list[str], content: dict[str, Any], as_json: bool) -> None:
-    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps(content, default=str))
-
-
-def _refusable(call: Any) -> Any:
-    from draftsmith.compiled.cache import CacheRefused
-
-    try:
-        return call()
-    except CacheRefused as error:
-        raise UserError(str(error), where="compile cache") from error

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_given, tell
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from draftsmith.config import TargetConfig
     from draftsmith.data.preview import RowPicture
     from draftsmith.target.forward import Target
@@ -23,12 +22,10 @@ data_app = typer.Typer(help="Make, look at and check training data.", rich_marku
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 IncidentsFile = Annotated[
     Path | None,
     typer.Option("--incidents", help="Write every conversation that is not used in full here, with the reason."),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
 
 
 @data_app.command()
@@ -42,7 +39,7 @@ def prepare(config: Config, overrides: Overrides = None, incidents: IncidentsFil
     _refuse_existing(incidents)
     with LiveLine() as live:
         prepared = prepare_data(run, _counter(live), incidents)
-    _tell(prepared.lines(), prepared.to_json(), json_)
+    tell(prepared.lines(), prepared.to_json(), json_)
     return 0
 
 
@@ -69,7 +66,7 @@ def preview(
     pictures, corpus = preview_rows(run, row or [0], conversation=conversation, block=block)
     if page is not None:
         _write_new(page, to_html(pictures, f"Training rows of {config}", corpus.report.lines()))
-        _tell([f"wrote {page}"], {"page": str(page)}, json_)
+        tell([f"wrote {page}"], {"page": str(page)}, json_)
         return 0
     if json_:
         print(json.dumps({"rows": [_picture_json(picture) for picture in pictures]}))
@@ -80,6 +77,7 @@ def preview(
 
 @data_app.command()
 def check(
+    ctx: typer.Context,
     config: Config,
     overrides: Overrides = None,
     score: Annotated[
@@ -95,6 +93,8 @@ def check(
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.data_commands import check_data
 
+    if not score:
+        refuse_given(ctx, ("sample_tokens", "device"), "with --no-score no target is loaded")
     run = load_config(config, overrides)
     _refuse_existing(incidents)
     load = (lambda: _load(run.target, device)) if score else None
@@ -104,12 +104,13 @@ def check(
             live({"kind": "step", "unit": what, "step": done})
 
         checked = check_data(run, load, sample_tokens=sample_tokens, progress=progress, incidents=incidents)
-    _tell(checked.lines(), checked.to_json(), json_)
+    tell(checked.lines(), checked.to_json(), json_)
     return 1 if checked.failures else 0
 
 
 @data_app.command()
 def regenerate(
+    ctx: typer.Context,
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="JSON lines to write; continued if this very work stopped before.")
     ],
@@ -124,10 +125,10 @@ def regenerate(
         str | None, typer.Option(help="Instead of a server: directory, hub name, .gguf file, or 'demo', run here.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 4096,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: not limited.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
     template_options: Annotated[
         str, typer.Option(help='For the chat template, as JSON: {"enable_thinking": false}. Same as in data.')
     ] = "{}",
@@ -155,6 +156,10 @@ def regenerate(
         raise UserError("give either --server URL or --target PATH", where="command line")
     if server is not None and chat_template is not None:
         raise UserError("a server has its own template", where="--chat-template", fix="give it to the server")
+    if server is not None:
+        refuse_given(ctx, ("batch_size", "device"), "nothing is decoded here with --server")
+    else:
+        refuse_given(ctx, ("model", "concurrency", "attempts", "timeout", "api_key_env"), "no server is asked")
     template = None if chat_template is None else read_template(chat_template)
     options, more = _json_object("--template-options", template_options), _json_object("--extra", extra)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, options, more)
@@ -189,7 +194,7 @@ def regenerate(
                 limit=limit,
                 listener=live,
             )
-    _tell(done.lines(), done.to_json(), json_)
+    tell(done.lines(), done.to_json(), json_)
     return 1 if done.failed else 0
 
 
@@ -210,6 +215,7 @@ def features(
     from draftsmith.data.corpus import prepare_corpus
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.features import describe_run, predict, wanted_by, write_features
+    from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.geometry import read_geometry
     from draftsmith.target.load import load_tokenizer, read_stop_ids
 
@@ -219,7 +225,7 @@ def features(
     stops = read_stop_ids(run.target, tokenizer)
     corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
     wanted = wanted_by(run, geometry, dtype)
-    told = predict(corpus, wanted, geometry, output, _place_and_dtype(run.target, device)[1])
+    told = predict(corpus, wanted, geometry, output, place_and_dtype(device, run.target.dtype)[1])
     print(told.line(), file=sys.stderr)
     if told.missing > told.free:
         raise UserError("not enough room on this disk", where=str(output), fix="use another, or --dtype fp8")
@@ -231,7 +237,7 @@ def features(
         written = write_features(target, corpus, wanted, facts, output, listener=live)
     lines = [f"{written:,} documents written, {told.documents:,} there", f"train with target.features={output}"]
     content = {"written": written, "documents": told.documents, "tokens": told.tokens, "bytes": told.bytes}
-    _tell(lines, content, json_)
+    tell(lines, content, json_)
     return 0
 
 
@@ -247,12 +253,6 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
 
 def _counter(live: Callable[[dict[str, Any]], None]) -> Callable[[int], None]:
     return lambda done: live({"kind": "step", "unit": "conversation", "step": done})
-
-
-def _tell(lines: list[str], content: dict[str, Any], as_json: bool) -> None:
-    print("\n".join(lines), file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps(content))
 
 
 def _show(pictures: list[RowPicture]) -> None:
@@ -292,19 +292,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _load(config: TargetConfig, device: str) -> Target:
+    from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
-    return load_target(config, *_place_and_dtype(config, device))
-
-
-def _place_and_dtype(config: TargetConfig, device: str) -> tuple[torch.device, torch.dtype]:
-    """Where a target is loaded, and in which dtype."""
-    import torch
-
-    from draftsmith.pipeline.topology import parse_device
-
-    place = parse_device(("cuda:0" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    name = config.dtype
-    if name == "auto":
-        name = "bfloat16" if place.type == "cuda" else "float32"
-    return place, getattr(torch, name)
+    return load_target(config, *place_and_dtype(device, config.dtype))

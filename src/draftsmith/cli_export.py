@@ -5,13 +5,27 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from draftsmith.cli_options import (
+    Compile,
+    Device,
+    DType,
+    GgufFile,
+    Json,
+    MaybeTargetPath,
+    Seed,
+    TargetPath,
+    Temperature,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+    refuse_given,
+    tell,
+)
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,24 +33,27 @@ if TYPE_CHECKING:
     from draftsmith.export.convert import Converted, Verifier
 
 LayoutName = Literal["zlab", "speculators"]
-DTypeName = Literal["as-is", "float32", "bfloat16", "float16"]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
-TargetName = Annotated[str | None, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")]
-GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, if that is a directory or hub name.")]
+StoredDType = Literal["as-is", "float32", "bfloat16", "float16"]
+
+# What only writing a layout uses.
+_OF_WRITING = (
+    *("layout", "verifier", "dtype", "evaluation", "licence", "target_licence", "data_licence", "push", "private"),
+)
 
 
 def export(
+    ctx: typer.Context,
     drafter: Annotated[
         str, typer.Argument(metavar="DRAFTER|check", help="A checkpoint or any drafter; or the word check.")
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT|DIR", help="Folder to write; after check: folder to read.")],
     layout: Annotated[LayoutName, typer.Option(help="zlab: dflash, SGLang, vLLM; speculators: it and vLLM.")] = "zlab",
-    target: TargetName = None,
+    target: MaybeTargetPath = None,
     gguf_file: GgufFile = None,
     verifier: Annotated[
         str | None, typer.Option(help="The target's name as written into speculators' layout; by default --target.")
     ] = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Of the weights on disk.")] = "as-is",
+    dtype: Annotated[StoredDType, typer.Option(help="Of the weights on disk.")] = "as-is",
     evaluation: Annotated[
         list[str] | None, typer.Option(help="For the model card: TASK=FILE of draftsmith eval --json; repeatable.")
     ] = None,
@@ -51,17 +68,14 @@ def export(
     json_: Json = False,
 ) -> int:
     """Write a drafter in a layout that serving engines load, with a model card; or check one (export check DIR)."""
+    _refuse_gguf(ctx, target)
     if drafter == "check":
-        given: dict[str, Any] = {"--layout": layout != "zlab", "--verifier": verifier, "--dtype": dtype != "as-is"}
-        given |= {"--evaluation": evaluation, "--licence": licence, "--target-licence": target_licence}
-        given |= {"--data-licence": data_licence, "--push": push, "--private": private}
-        refuse_options("export check writes nothing", given)
+        refuse_given(ctx, _OF_WRITING, "export check writes nothing")
         return _check(output, target, gguf_file, tuple(engine or ()), json_)
-    refuse_options("only export check asks about engines", {"--engine": engine})
-    _refuse_gguf(target, gguf_file)
+    refuse_given(ctx, ["engine"], "only export check asks about engines")
     if push is None:
-        refuse_options("without --push no repository is made", {"--private": private})
-    from draftsmith.export.card import Licences, claim, find_run, model_card, read_evaluation
+        refuse_given(ctx, ["private"], "without --push no repository is made")
+    from draftsmith.export.card import Licences, check_evaluation, find_run, model_card, read_evaluation
     from draftsmith.export.convert import convert_drafter
     from draftsmith.export.hub import fetch
     from draftsmith.export.hub import push as upload
@@ -78,7 +92,7 @@ def export(
 
     def card(result: Converted) -> str:
         for (task, figures), (_, path) in zip(evaluations, measured, strict=True):
-            notes.extend(claim(figures, result, verifier or target, f"--evaluation {task}={path}"))
+            notes.extend(check_evaluation(figures, result, verifier or target, f"--evaluation {task}={path}"))
         licences = Licences(licence, target_licence, data_licence)
         name = verifier or target
         return model_card(result, target=name, run=run, evaluations=evaluations, licences=licences)
@@ -97,7 +111,7 @@ def export(
     if push is not None:
         content["pushed"] = upload(output, push, private=private)
         lines.append(f"pushed: {content['pushed']}")
-    _report(lines, content, json_)
+    tell(lines, content, json_)
     return 0
 
 
@@ -106,70 +120,70 @@ def _check(folder: Path, target: str | None, gguf_file: str | None, engines: tup
     from draftsmith.export.engines import ENGINES
     from draftsmith.export.lint import lint
 
-    _refuse_gguf(target, gguf_file)
     for name in engines:
         if name not in ENGINES:
             raise UserError(f"no such engine: {name!r}", where="--engine", fix=f"one of {', '.join(ENGINES)}")
     report = lint(folder, None if target is None else _target_config(target, gguf_file), engines)
-    _report(report.lines(), report.to_json(), json_)
+    tell(report.lines(), report.to_json(), json_)
     return 0 if report.fine else 1
 
 
 def import_drafter(
+    ctx: typer.Context,
     source: Annotated[
         str, typer.Argument(metavar="DRAFTER", help="Folder or hub name, z-lab's or speculators' layout.")
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, our own layout (z-lab's).")],
-    target: TargetName = None,
+    target: MaybeTargetPath = None,
     gguf_file: GgufFile = None,
-    dtype: Annotated[DTypeName, typer.Option(help="Of the weights on disk.")] = "as-is",
+    dtype: Annotated[StoredDType, typer.Option(help="Of the weights on disk.")] = "as-is",
     json_: Json = False,
 ) -> int:
     """Read a published drafter of either layout into our own; drafter.init then starts training from it."""
     from draftsmith.export.convert import convert_drafter
     from draftsmith.export.hub import fetch
 
+    _refuse_gguf(ctx, target)
     facts = _target_facts(target, gguf_file, None)
     result = convert_drafter(
         fetch(source), output, "zlab", target_layers=None if facts is None else facts[0], dtype=_dtype(dtype)
     )
-    _report([*result.lines(), f"to train on: drafter.init={output}"], result.to_json(), json_)
+    tell([*result.lines(), f"to train on: drafter.init={output}"], result.to_json(), json_)
     return 0
 
 
 def chat(
+    ctx: typer.Context,
     drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Folder of a drafter, of either layout.")],
-    target: Annotated[str, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")],
+    target: TargetPath,
     gguf_file: GgufFile = None,
     prompt: Annotated[str | None, typer.Option(help="Ask this and end; by default you are asked.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")] = "auto",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on CUDA.")] = "auto",
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the target's own code.")] = False,
-    compile: Annotated[
-        Literal["auto", "on", "off"],
-        typer.Option(help="Rounds in CUDA graphs; auto: on CUDA, if the target lets itself."),
-    ] = "auto",
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    compile: Compile = "auto",
 ) -> int:
     """Talk to a target while its drafter drafts: accepted words coloured by slot, τ and speed as they come."""
     from rich.console import Console
     from rich.text import Text
 
     if not temperature:
-        refuse_options("without --temperature nothing is sampled", {"--top-k": top_k, "--top-p": top_p != 1.0})
+        refuse_given(ctx, ("top_k", "top_p", "seed"), "without --temperature nothing is sampled")
     from draftsmith.config import TargetConfig
     from draftsmith.decode.chat import Chat, answer, converse, legend, tell
     from draftsmith.decode.static import StaticRounds
     from draftsmith.drafter.native import load_drafter
     from draftsmith.export.hub import fetch
+    from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
-    place, number = _device(device, dtype)
+    place, number = place_and_dtype(device, dtype)
     folder = fetch(drafter)
     config = TargetConfig(path=target, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
     frozen = load_target(config, place, number)
@@ -193,39 +207,9 @@ def chat(
     return 0
 
 
-def _device(device: str, dtype: str) -> tuple[Any, Any]:
-    """(torch device, torch dtype) of what the command line says.
-
-    Raises:
-        UserError: no such device.
-    """
-    import torch
-
-    from draftsmith.pipeline.topology import parse_device
-
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    place = parse_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
-    return place, getattr(torch, dtype)
-
-
-def refuse_options(why: str, given: dict[str, Any]) -> None:
-    """Raises UserError if any option is given where it would have no effect.
-
-    Args:
-        why: nothing comes of them.
-        given: option → its value, false where it was left alone.
-    """
-    idle = [name for name, value in given.items() if value]
-    if idle:
-        raise UserError(f"{why}: {', '.join(idle)} would do nothing", where="command line", fix="leave it out")
-
-
-def _refuse_gguf(target: str | None, gguf_file: str | None) -> None:
+def _refuse_gguf(ctx: typer.Context, target: str | None) -> None:
     if target is None:
-        refuse_options("without --target there is no GGUF file to take", {"--gguf-file": gguf_file})
+        refuse_given(ctx, ["gguf_file"], "without --target there is no GGUF file to take")
 
 
 def _target_config(target: str, gguf_file: str | None) -> TargetConfig:
@@ -236,7 +220,6 @@ def _target_config(target: str, gguf_file: str | None) -> TargetConfig:
 
 def _target_facts(target: str | None, gguf_file: str | None, verifier: str | None) -> tuple[int, Verifier] | None:
     """(depth, verifier) of a target; loads no weights."""
-    _refuse_gguf(target, gguf_file)
     if target is None:
         if verifier is not None:
             raise UserError("--verifier names a target that --target has to describe", where="command line")
@@ -258,15 +241,9 @@ def _task_and_file(entry: str) -> tuple[str, Path]:
     return (task, Path(path)) if equals else (Path(entry).stem, Path(entry))
 
 
-def _dtype(name: DTypeName) -> Any:
+def _dtype(name: StoredDType) -> Any:
     if name == "as-is":
         return None
     import torch
 
     return getattr(torch, name)
-
-
-def _report(lines: list[str], content: dict[str, Any], json_: bool) -> None:
-    print("\n".join(lines), file=sys.stderr if json_ else sys.stdout)
-    if json_:
-        print(json.dumps(content, default=str))

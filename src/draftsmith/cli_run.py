@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from draftsmith.cli_options import Json, tell
 from draftsmith.errors import UserError
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 
 
 def status(run: Run, json_: Json = False) -> int:
@@ -20,9 +19,7 @@ def status(run: Run, json_: Json = False) -> int:
     from draftsmith.observe.status import read_status
 
     found = read_status(run)
-    print("\n".join(found.lines()), file=sys.stderr if json_ else sys.stdout)
-    if json_:
-        print(json.dumps(found.to_json()))
+    tell(found.lines(), found.to_json(), json_)
     return 0 if found.healthy else 1
 
 
@@ -51,9 +48,7 @@ def report(
     from draftsmith.observe.report import write_report
 
     path = write_report(runs, output or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html"))
-    print(f"wrote {path}", file=sys.stderr if json_ else sys.stdout)
-    if json_:
-        print(json.dumps({"report": str(path), "bytes": path.stat().st_size}))
+    tell(f"wrote {path}", {"report": str(path), "bytes": path.stat().st_size}, json_)
     return 0
 
 
@@ -64,7 +59,6 @@ def _trace(runs: list[Path], output: Path, json_: bool) -> int:
         raise UserError("a trace is of one run", where="--trace")
     count = write_trace(runs[0], output)
     parts = ", ".join(f"{number:,} {name}" for name, number in count.items())
-    print(f"wrote {output} ({parts}); open it at https://ui.perfetto.dev", file=sys.stderr if json_ else sys.stdout)
-    if json_:
-        print(json.dumps({"trace": str(output), "bytes": output.stat().st_size, **count}))
+    content = {"trace": str(output), "bytes": output.stat().st_size, **count}
+    tell(f"wrote {output} ({parts}); open it at https://ui.perfetto.dev", content, json_)
     return 0

@@ -12,7 +12,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ import yaml
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 
 from draftsmith.cli import main
-from draftsmith.compiled import cache
+from draftsmith.compiled import Ledger, cache, cache_lock
 from draftsmith.errors import UserError
 from draftsmith.pipeline import compile_commands, compiling
 from draftsmith.pipeline.compiling import cache_folder, needs
@@ -117,29 +116,31 @@ def test_a_cache_that_cannot_be_written_is_one_line(compiled_run, tmp_path, caps
     assert not (tmp_path / "compiled").exists()
 
 
-def test_a_full_disk_at_the_seal_does_not_end_the_run(compiled_run, monkeypatch):
+def test_a_full_disk_at_the_seal_is_a_notice(compiled_run, gate, monkeypatch):
     def full(*_arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    plan, told = make_plan(compiled_run), []
+    plan = make_plan(compiled_run)
+    ledger = Ledger(gate, {})
+    assert compiling.note_in_cache(plan, ledger) == "", "the user's own cache"
     monkeypatch.setattr(cache, "write_manifest", full)
-    monkeypatch.setattr(cache, "inductor_folder", lambda: cache_folder(plan))
-    run = SimpleNamespace(
-        plan=plan,
-        warm=SimpleNamespace(finish=lambda _how: None),
-        ledger=SimpleNamespace(machine={}, entries=list),
-        log=SimpleNamespace(write=lambda kind, **fields: told.append((kind, fields["text"]))),
-        _show=lambda: None,
-    )
-    compiling.Compiling.sealed(run)
-    assert [kind for kind, _ in told] == ["notice"]
-    assert "No space left on device" in told[0][1]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(plan)))
+    failure = compiling.note_in_cache(plan, ledger)
+    assert failure == "what the compile cache holds could not be noted in it: [Errno 28] No space left on device"
+
+
+def test_warm_refuses_to_replace_a_cache_in_use_before_it_compiles(compiled_run, processes, caches):
+    place = cache_folder(make_plan(compiled_run))
+    lock = cache_lock.share(place)
+    with pytest.raises(UserError, match=r"^compile cache: .* is in use by another process$"):
+        compile_commands.warm(compiled_run)
+    assert processes["folders"] == []
+    assert list(caches.iterdir()) == [place]
+    os.close(lock)
 
 
 def test_warm_removes_what_a_killed_one_left(compiled_run, processes, caches):
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    left = caches / f".filling-{process.pid}"
+    left = caches / ".filling-abcd_123"
     left.mkdir(parents=True)
     told = []
     compile_commands.warm(compiled_run, told.append)

@@ -14,9 +14,18 @@ from tiny_decoding import plain_answer, random_prompts, tiny_drafter, tiny_targe
 
 from draftsmith import cli
 from draftsmith.config import TargetConfig
-from draftsmith.decode import Decoded, evaluate
-from draftsmith.decode.evaluate import accept_by_slot, distinct_share, find_ties, leave_room, summarise, take_turns
+from draftsmith.decode import Decoded, Sampling, evaluate
+from draftsmith.decode.evaluate import (
+    accept_by_slot,
+    distinct_share,
+    find_ties,
+    fitting,
+    fitting_prompts,
+    summarise,
+    take_turns,
+)
 from draftsmith.decode.prompts import Prompt, encode_prompts, prompts_digest, read_prompts
+from draftsmith.decode.rounds import answer_limit, room_for_answer
 from draftsmith.drafter import DraftModel, save_drafter
 from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
@@ -94,13 +103,14 @@ def test_evaluation_of_a_float32_drafter() -> None:
 
 def test_sampled_evaluation_tests_the_distribution() -> None:
     target, drafter = tiny_target(vocab=11), tiny_drafter(vocab=11)
-    result = evaluate(drafter, target, random_prompts(6, vocab=11), max_new_tokens=40, temperature=1.0, stop_ids=())
+    asked, sampling = random_prompts(6, vocab=11), Sampling(1.0)
+    result = evaluate(drafter, target, asked, max_new_tokens=40, sampling=sampling, stop_ids=())
     assert result.distribution is not None
     assert result.distribution.tokens == 6 * 40
     assert result.lossless is (result.distribution.p_value >= 1e-3) is True
     assert result.setting["temperature"] == 1.0
     # Every prompt has random numbers of its own: the same prompt twice is not the same answer twice.
-    twice = evaluate(drafter, target, [[1, 2, 3]] * 2, max_new_tokens=20, temperature=1.0, stop_ids=())
+    twice = evaluate(drafter, target, [[1, 2, 3]] * 2, max_new_tokens=20, sampling=sampling, stop_ids=())
     assert twice.decoded[0].tokens != twice.decoded[1].tokens
 
 
@@ -140,18 +150,35 @@ def test_prompts_without_room_are_left_out_by_name(tiny_target: Path) -> None:
         Prompt("p:2", text="the fox " * 600),
         Prompt("p:3", text="the fox " * 100),
     ]
-    fitting, notes = leave_room(target, prompts, 513 - length)
-    assert [prompt.source for prompt in fitting] == ["p:1", "p:3"]
+    fit, encoded, notes = fitting(target, prompts, 513 - length)
+    assert [prompt.source for prompt in fit] == ["p:1", "p:3"]
+    assert encoded == encode_prompts(fit, target.tokenizer)
     assert notes[0].startswith("left out, because the target has 512 positions: p:2 (")
     assert notes[1].endswith("positions end: p:3")
-    assert leave_room(target, prompts[:1], 20) == (prompts[:1], [])
+    assert fitting(target, prompts[:1], 20) == (prompts[:1], encoded[:1], [])
     with pytest.raises(UserError, match="no prompt leaves room for an answer"):
-        leave_room(target, prompts[1:2], 20)
+        fitting(target, prompts[1:2], 20)
     # A conversation that outgrows the positions is asked as far as it goes.
     talk = Prompt("p:4", text="the fox", later=("and then", "the fox " * 600, "never asked"))
     turns = take_turns(target, [talk], 8)
     assert len(turns) == 3
-    assert len(leave_room(target, turns, 8)[0]) == 2
+    fit, encoded, notes = fitting(target, turns, 8)
+    assert len(fit) == 2
+    assert fitting_prompts(target, [talk], 8) == (encoded, notes)
+
+
+def test_room_for_an_answer_ends_with_the_positions() -> None:
+    target = tiny_target()
+    longest = target.geometry.max_position_embeddings
+    rooms = [room_for_answer(target, [1] * length, 10) for length in (1, longest - 10, longest - 9, longest - 1)]
+    assert rooms == [10, 10, 9, 1]
+    for length in (longest, longest + 1):
+        assert room_for_answer(target, [1] * length, 10) == 0
+        with pytest.raises(UserError, match="leave no room for an answer: the target has 512 positions"):
+            answer_limit(target, [1] * length, 10, "prompt")
+    for prompt, limit, fault in (([], 10, "holds no tokens"), ([1], 0, "max_new_tokens 0 leaves no room")):
+        with pytest.raises(UserError, match=fault):
+            answer_limit(target, prompt, limit, "prompt")
 
 
 def test_the_command_names_what_it_measured(

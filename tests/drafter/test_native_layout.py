@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_drafters import LAYOUTS, random_model, tiny_spec
 
 from draftsmith.drafter import load_drafter, read_spec, save_drafter
-from draftsmith.drafter.native import weights_digest
+from draftsmith.drafter.native import weight_files, weights_digest
 from draftsmith.errors import UserError
 
 
@@ -119,6 +119,33 @@ def test_fields_may_stand_at_top_level_only(tmp_path: Path) -> None:
     assert (spec.taps, spec.mask_token_id, spec.block_size, spec.input_scale) == ((1, 4, 6), 21, 8, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("layout", "nulls", "name", "value"),
+    [
+        ("all causal", ("is_causal",), "causal", True),
+        ("all causal", ("dflash_config", "causal"), "causal", True),
+        ("mixed", ("dflash_config", "swa_window_size"), "sliding_window", 9),
+        ("mixed", ("sliding_window",), "sliding_window", 9),
+        ("mixed", ("dflash_config", "block_size"), "block_size", 8),
+        ("mixed", ("hidden_act",), "sliding_window", 9),
+        ("mixed", ("rope_parameters", "rope_type"), "rope_theta", 5e5),
+        ("mixed", ("rope_parameters", "rope_theta"), "rope_theta", 5e5),
+        ("mixed", ("rope_parameters",), "rope_theta", 5e5),
+    ],
+)
+def test_a_null_field_counts_as_left_out(
+    layout: str, nulls: tuple[str, ...], name: str, value: object, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, layout)
+    config = config_of(folder)
+    place = config
+    for field in nulls[:-1]:
+        place = place[field]
+    place[nulls[-1]] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    assert getattr(read_spec(folder), name) == value
+
+
 def test_a_softcap_of_zero_is_none(tmp_path: Path) -> None:
     folder = saved(tmp_path, "full")
     edit(folder, final_logit_softcapping=0)
@@ -204,6 +231,21 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:keep])
         with pytest.raises(UserError, match="cannot be read"):
             load_drafter(folder)
+
+
+def test_weights_may_stand_in_several_files(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    halves = {"a.safetensors": sorted(weights)[::2], "b.safetensors": sorted(weights)[1::2]}
+    for file, names in halves.items():
+        save_file({name: weights[name] for name in names}, folder / file)
+    # What an index says of other folders is not followed.
+    named = {name: f"/elsewhere/{file}" for file, names in halves.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    assert weight_files(folder) == [folder / file for file in halves]
+    loaded = load_drafter(folder).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from draftsmith import cli
 from draftsmith.drafter import load_drafter, read_spec, save_drafter
 from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
+from draftsmith.export.card import find_run
 from draftsmith.export.convert import Verifier, convert_drafter
 from draftsmith.pipeline.run import train
 
@@ -172,11 +173,24 @@ def test_an_evaluation_belongs_to_its_drafter(tmp_path: Path, capsys: pytest.Cap
     assert code == 2
     assert f"measured another drafter (weights {weights}; here" in said
     assert not (tmp_path / "f").exists()
-    for name, value in (("tau", "2.0"), ("tau", None), ("answers", True), ("speedup", float("nan")), ("setting", [])):
-        code, said = export(source, "g", {**measured, name: value})
+    setting = measured["setting"]
+    for change, field in (
+        *(({"tau": value}, "tau") for value in ("2.0", None, 10**400, [])),
+        *(({"answers": value}, "answers") for value in (True, 1.5, -1)),
+        *(({"distribution": value}, "distribution") for value in (0.5, [], "x", True)),
+        *(({"distribution": {"p_value": value}}, "distribution.p_value") for value in (None, "0.5", 7, float("inf"))),
+        *(({"setting": value}, "setting") for value in (None, [], 1)),
+        *(({"setting": {**setting, "drafter": value}}, "setting.drafter") for value in ([], {}, 7)),
+        *(({"setting": {**setting, "temperature": value}}, "setting.temperature") for value in (None, "0", False)),
+        ({"distribution": {}}, "distribution.p_value"),
+        ({"speedup": float("nan")}, "speedup"),
+        ({"lossless": "no"}, "lossless"),
+    ):
+        code, said = export(source, "g", {**measured, **change})
         assert code == 2
-        assert "is not an evaluation" in said
+        assert f"is not an evaluation: {field}: " in said
         assert said.count("\n") == 1
+    assert export(source, "h", {**measured, "distribution": {"p_value": 1}})[0] == 0
 
 
 def test_options_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +227,19 @@ def test_the_card_says_what_is_known_and_nothing_else(
     assert cli.main([*arguments[:2], str(tmp_path / "named"), "--evaluation", f"a|b={tmp_path}/gsm8k.json"]) == 0
     assert "does not say which drafter it measured" in capsys.readouterr().out
     assert "| a\\|b | 40 |" in (tmp_path / "named" / "README.md").read_text()
+    records = {path: json.loads(path.read_text()) for path in (run.folder / "run.json", run.folder / "resolved.json")}
+    (own, run_record), (resolved, facts) = records.items()
+    assert find_run(run.checkpoint) is not None
+    for path, content in (
+        *((own, {**run_record, "config": value}) for value in (None, [], {}, "x")),
+        *((own, {"config": {**run_record["config"], name: []}}) for name in ("target", "rows", "optimizer", "drafter")),
+        *((own, value) for value in (None, [], 7)),
+        *((resolved, {**facts, name: "x"}) for name in ("steps", "data")),
+        (resolved, {**facts, "data": {**facts["data"], "incidents": [{}]}}),
+    ):
+        path.write_text(json.dumps(content))
+        assert find_run(run.checkpoint) is None, content
+        path.write_text(json.dumps(records[path]))
     (tmp_path / "bad.json").write_text("{}")
     arguments = ["export", str(tmp_path / "bare"), str(tmp_path / "third"), "--evaluation", f"{tmp_path}/bad.json"]
     assert cli.main(arguments) == 2

@@ -20,7 +20,7 @@ from draftsmith.config import TargetConfig
 from draftsmith.drafter import read_spec
 from draftsmith.errors import UserError
 from draftsmith.export.convert import Verifier, convert_drafter
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.engines import ENGINES, READERS
 from draftsmith.export.lint import LintReport, lint
 
 TARGET = Verifier("owner/target", ("Qwen3ForCausalLM",))
@@ -291,6 +291,30 @@ def test_several_broken_fields_are_all_told(tmp_path: Path) -> None:
     assert len(texts) == 3
     assert any(text.startswith("dflash_config.block_size is '8', not a whole number") for text in texts)
     assert "nothing else was checked" in report.findings[-1].text
+
+
+def test_an_engine_that_misses_a_field_refuses(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"]["output_multiplier"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    verdicts = lint(folder).verdicts
+    for name in ("zlab", "sglang"):
+        assert "config: output_multiplier is null" in verdicts[name].reasons
+        assert verdicts[name].outcome == "refuses"
+    assert verdicts["vllm"].outcome == "loads"
+
+
+@pytest.mark.parametrize("fault", [KeyError("x"), TypeError("x")])
+def test_a_fault_of_ours_is_no_engine_that_refuses(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(config: dict[str, Any]) -> Any:
+        raise fault
+
+    monkeypatch.setitem(READERS, "zlab", broken)
+    with pytest.raises(type(fault)):
+        lint(saved(tmp_path))
 
 
 def test_zlab_does_what_the_lint_says_of_it(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def make_run(folder: Path, *, best: float = 3.0, steps: int = 300, lr: float = 1
     config = {"target": {"path": EVIL}, "optimizer": {"lr": lr}, "training": {"steps": steps, "output": str(folder)}}
     run = {"fingerprint": "c0ffee", "created": f"2026-01-0{1 + (lr > 1e-3)}T00:00:00+0000", "config": config}
     (folder / "run.json").write_text(json.dumps(run))
-    machine = {"torch": torch, "gpus": ["NVIDIA H200"], "driver": "570.1"}
+    machine = {"torch": torch, "gpus": ["NVIDIA H200"], "driver": "570.1", "environment": {}}
     packages = {"torch": torch, "plotly": "7"}
     environment = {"draftsmith": "0.1.0", "sources": "abc123", "machine": machine, "packages": packages}
     environment["commit"] = {"id": "deadbeef", "changes": ""}
@@ -195,14 +195,14 @@ def test_options_that_a_report_cannot_honour_are_refused(tmp_path: Path, capsys:
 def test_a_folder_that_may_only_be_read_needs_another_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, real = make_run(tmp_path / "run"), Path.write_text
+    run, real = make_run(tmp_path / "run"), Path.open
 
-    def write_text(self: Path, *arguments: Any, **named: Any) -> int:
-        if self.parent == run:
+    def read_only(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if self.parent == run and mode[0] in "wxa":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return real(self, *arguments, **named)
+        return real(self, mode, *arguments, **named)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "open", read_only)
     assert main(["report", str(run)]) == 2
     message = "cannot be written: Read-only file system (name a file elsewhere with --output)"
     assert message in capsys.readouterr().err

@@ -172,3 +172,24 @@ def test_a_run_that_never_began_leaves_its_folder_free(tmp_path: Path) -> None:
     assert (output / "data" / "answers.jsonl").exists(), "what was there before stays"
     with open_run_folder(config(output)):
         pass
+
+
+def test_what_a_killed_start_left_is_no_run_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".run.json.0123abcd.new").write_text('{"finger')
+    check_run_folder(config(folder))
+    open_run_folder(config(folder)).close()
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "run.json"]
+
+
+def test_a_start_on_a_full_disk_leaves_the_folder_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="No space left"):
+            open_run_folder(config(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    open_run_folder(config(tmp_path / "run")).close()

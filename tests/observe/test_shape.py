@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.observe.shape import LARGEST, LAST_MOMENT, WHOLE, read_record, well_formed
+from draftsmith.pipeline.environment import environment_record
 
 EVENTS: dict[str, dict[str, Any]] = {
     "work": {"worker": "target 0", "row": 1, "start": 1, "end": 2.5},
@@ -63,4 +64,12 @@ def test_a_file_comes_as_it_is_or_not_at_all(tmp_path: Path) -> None:
     for name, text in (("run.json", '{"config": []}'), ("else.json", "[]"), ("ledger.json", '{"entries": [1]}')):
         (tmp_path / name).write_text(text)
         assert read_record(tmp_path / name) is None
+    assert read_record(tmp_path / "environment.json") is None
+
+
+def test_what_a_run_writes_of_its_environment_passes(tmp_path: Path) -> None:
+    content = json.loads(json.dumps(environment_record(), default=str))
+    (tmp_path / "environment.json").write_text(json.dumps(content))
+    assert read_record(tmp_path / "environment.json") == content
+    (tmp_path / "environment.json").write_text(json.dumps(content | {"packages": {"torch": 2}}))
     assert read_record(tmp_path / "environment.json") is None

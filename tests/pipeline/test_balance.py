@@ -20,7 +20,7 @@ from draftsmith.pipeline.costs import Costs, Placement, split, together
 from draftsmith.pipeline.interpreter import TURN, InterpreterProbe, short_turns
 from draftsmith.pipeline.link import Stop, Stopped
 from draftsmith.pipeline.run import train
-from draftsmith.pipeline.vitals import volatile_because
+from draftsmith.pipeline.vitals import _Memory, volatile_because
 from draftsmith.pipeline.workers import Worker
 
 IDLE = dict.fromkeys(KINDS, 0.0)
@@ -194,6 +194,19 @@ def test_the_probe_notices_a_thread_that_keeps_the_interpreter() -> None:
         thread.join(5)
         probe.join(5)
         sys.setswitchinterval(before)
+
+
+def test_the_first_look_at_memory_names_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"reserved_bytes.all.current": 100, "num_device_alloc": 4}
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda _device: counters)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _device: 50)
+    memory = _Memory(torch.device("cuda:0"))
+    for first in (True, False):
+        memory.look()
+        counters["num_device_alloc"] += 1
+        facts = memory.sample()
+        assert facts["volatility"] == 0.5
+        assert ("volatile_because" in facts) == (not first)
 
 
 def test_volatile_memory_has_a_cause() -> None:

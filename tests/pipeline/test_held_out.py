@@ -352,7 +352,7 @@ def test_a_decoder_that_hangs_holds_no_run_up_for_ever(tiny_run, run_folder: Pat
 def test_a_decoder_in_the_middle_of_an_answer_ends_with_a_run_that_is_killed() -> None:
     """The child never looks at its input. Its parent's end is told by the pipe that both write to."""
     child = (
-        "import os, time; from draftsmith.pipeline.decoder_process import end_with; "
+        "import os, time; from draftsmith.pipeline.parent import end_with; "
         "end_with(os.getppid(), every=0.05); print('watches', flush=True); time.sleep(100)"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -361,3 +361,24 @@ def test_a_decoder_in_the_middle_of_an_answer_ends_with_a_run_that_is_killed() -
     assert run.stdout.readline() == "watches\n"
     run.kill()
     assert run.communicate(timeout=20)[0] == ""
+
+
+def test_a_decoder_whose_run_died_while_it_was_starting_ends() -> None:
+    """Its parent is another process by then; its input stays open, as where something else holds the pipe."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-m", "draftsmith.pipeline.decoder_process", str(gone.pid)]
+    decoder = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        assert decoder.wait(120) == 1
+    finally:
+        decoder.kill()
+
+
+def test_the_run_says_who_it_is_to_its_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport sys; print(sys.argv[-1], flush=True)\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(held_out.sys, "executable", str(program))
+    with (tmp_path / "errors").open("wb") as errors:
+        assert held_out._start({}, errors).communicate()[0] == f"{os.getpid()}\n"

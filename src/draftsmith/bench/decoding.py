@@ -13,15 +13,17 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.decode.evaluate import Evaluation, evaluate, leave_room, stop_ids_of, take_turns
+from draftsmith.decode.evaluate import GREEDY, Evaluation, evaluate, fitting_prompts, stop_ids_of
 from draftsmith.decode.prompts import Prompt, encode_prompts
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
 from draftsmith.decode.rounds import answer_limit
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 
@@ -37,7 +39,7 @@ def bench_decode(
     tasks: Sequence[tuple[str, Sequence[Prompt]]],
     *,
     max_new_tokens: int = 256,
-    sampling: dict[str, Any] | None = None,
+    sampling: Sampling = GREEDY,
     contexts: Sequence[int] = (),
     trained_length: int | None = None,
     template_options: dict[str, Any] | None = None,
@@ -49,7 +51,7 @@ def bench_decode(
     Args:
         drafter: on the target's device and in its dtype.
         tasks: (name, prompts).
-        sampling: temperature, top_k, top_p and seed, as `decode` takes them.
+        sampling: how tokens are chosen.
         contexts: tokens of context at which τ is measured.
         trained_length: S, the context of a training row, if known.
         progress: called with what is being done, and how far it is.
@@ -61,21 +63,18 @@ def bench_decode(
     if not tasks or not all(prompts for _, prompts in tasks):
         raise UserError("there are no prompts to decode", where="bench decode", fix="give --prompts TASK=FILE")
     _check_contexts(contexts, target.geometry.max_position_embeddings)
-    sampling = sampling or {}
     rounds = StaticRounds(target) if rounds is None else rounds
     results, sample, notices = [], [], []
     for name, prompts in tasks:
-        turns = take_turns(target, prompts, max_new_tokens, template_options, rounds)
-        asked, notes = leave_room(target, turns, max_new_tokens, template_options)
+        encoded, notes = fitting_prompts(target, prompts, max_new_tokens, rounds, template_options)
         notices += notes
-        encoded = encode_prompts(asked, target.tokenizer, template_options)
         sample += encoded[: max(1, SAMPLE // len(tasks))]
 
         def told(done: int, total: int, task: str = name) -> None:
             progress(task, done, total)
 
         evaluation = evaluate(
-            drafter, target, encoded, max_new_tokens=max_new_tokens, progress=told, rounds=rounds, **sampling
+            drafter, target, encoded, max_new_tokens=max_new_tokens, sampling=sampling, progress=told, rounds=rounds
         )
         results.append({"task": name, **_task(evaluation)})
     trained = drafter.spec.block_size
@@ -232,7 +231,7 @@ def _by_context(
     target: Any,
     tasks: Sequence[tuple[str, Sequence[Prompt]]],
     contexts: Sequence[int],
-    sampling: dict[str, Any],
+    sampling: Sampling,
     trained_length: int | None,
     template_options: dict[str, Any] | None,
     progress: Callable[[str, int, int], None],
@@ -279,12 +278,10 @@ def _decode_all(
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
     tokens: int,
-    sampling: dict[str, Any],
+    sampling: Sampling,
     rounds: StaticRounds,
 ) -> list[Decoded]:
-    seed = sampling.get("seed", 0)
-    options = {key: value for key, value in sampling.items() if key != "seed"}
-    options |= {"stop_ids": stop_ids_of(target), "rounds": rounds}
+    options = {**asdict(sampling), "stop_ids": stop_ids_of(target), "rounds": rounds}
     first = answer_limit(target, prompts[0], min(tokens, _WARM_UP), "prompt 1")
     decode(target, prompts[0], proposer, max_new_tokens=first, **options)
     return [
@@ -293,7 +290,7 @@ def _decode_all(
             prompt,
             proposer,
             max_new_tokens=answer_limit(target, prompt, tokens, f"prompt {number + 1}"),
-            seed=seed + number,
+            seed=number,
             **options,
         )
         for number, prompt in enumerate(prompts)

@@ -8,7 +8,7 @@ Cached graphs are pickles, so a cache from elsewhere is only unpacked when every
 machine are the same; a checksum proves that nothing changed on the way, not that the maker was honest.
 
 Draftsmith's own caches live under `DRAFTSMITH_CACHE_DIR` or `~/.cache/draftsmith/compiled`. Only folders named as they
-are (`cache_names`) are ever deleted, wherever that variable points.
+are, which no other process uses (`cache_lock`), are ever deleted or replaced, wherever that variable points.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import errno
 import hashlib
 import json
 import os
-import re
+import secrets
 import shutil
-import tarfile
 import tempfile
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from draftsmith.compiled.cache_names import is_unfinished, own_name, why_kept
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from draftsmith.compiled.cache_lock import CacheRefused, InUse, exclusively, is_ours, is_room, remove, room, share
 from draftsmith.compiled.machine import differences
 
 MANIFEST = "manifest.json"
@@ -45,10 +46,7 @@ _TRITON_ASIDE = "tmp.pid_"  # in a folder of such a name Triton writes what it t
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)  # a folder that is not empty stands where another is to be renamed to
 
 _used: str | None = None  # the folder that `use` chose last: a later run of this process may choose another
-
-
-class CacheRefused(RuntimeError):
-    """A cache does not fit or is damaged; the message names the field or the file."""
+_shared: dict[Path, int] = {}  # locks of the folders that it ever chose, by descriptor: code may be loaded from all
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,34 @@ class Use:
     name: str
     keys: tuple[str, ...]
     seconds: float
+
+
+def inside(name: str) -> str:
+    """The name of a file in a manifest or an archive.
+
+    Raises:
+        ValueError: it leads out of the cache, or is none.
+    """
+    if not name or name.startswith("/") or "\0" in name or ".." in Path(name).parts:
+        raise ValueError("no file inside the cache")
+    return name
+
+
+class _Use(TypedDict):
+    name: str
+    keys: list[Annotated[str, Field(pattern=r"^\w+$")]]
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Manifest(TypedDict):
+    version: Literal[1]  # VERSION
+    made: str
+    machine: dict[str, Any]
+    uses: list[_Use]
+    files: dict[Annotated[str, AfterValidator(inside)], str]  # name → SHA-256
+
+
+_MANIFEST = TypeAdapter(_Manifest).validator
 
 
 @dataclass(frozen=True)
@@ -130,11 +156,22 @@ def make_writable(place: Path) -> None:
 
 
 def use(folder: Path) -> bool:
-    """Point Inductor of this process at a folder, unless the environment names one already; whether it was done."""
+    """Point Inductor of this process at a folder, unless the environment names one already; whether it was done.
+
+    From then on until this process ends, others neither delete nor replace the folder; warns where it cannot be locked.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
     global _used
     if not may_choose():
         return False
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = share(folder)
+    before = _shared.pop(folder, None)  # of a folder of that name which somebody may have deleted by hand
+    if before is not None:
+        os.close(before)
+    if lock is not None:
+        _shared[folder] = lock
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _used = str(folder)
     return True
 
@@ -169,7 +206,7 @@ def write_manifest(folder: Path, machine: dict[str, Any], uses: Iterable[Use]) -
         "uses": [asdict(use) for use in uses],
         "files": checksums,
     }
-    aside = folder / own_name(MANIFEST)
+    aside = aside_of(folder / MANIFEST)
     try:
         aside.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
         os.replace(aside, folder / MANIFEST)
@@ -182,37 +219,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest; None where there is none or it is damaged. Whoever uses it need not check its form again."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return content if _well_formed(content) else None
-
-
-def _well_formed(content: Any) -> bool:
-    return (
-        isinstance(content, dict)
-        and content.get("version") == VERSION
-        and isinstance(content.get("made"), str)
-        and isinstance(content.get("machine"), dict)
-        and isinstance(content.get("uses"), list)
-        and all(_well_formed_use(use) for use in content["uses"])
-        and isinstance(content.get("files"), dict)
-        and all(_inside(name) and isinstance(checksum, str) for name, checksum in content["files"].items())
-    )
-
-
-def _well_formed_use(use: Any) -> bool:
-    return (
-        isinstance(use, dict)
-        and isinstance(use.get("name"), str)
-        and isinstance(use.get("seconds"), int | float)
-        and isinstance(use.get("keys"), list)
-        and all(isinstance(key, str) and re.fullmatch(r"\w+", key) for key in use["keys"])
-    )
-
-
-def _inside(name: str) -> bool:
-    """Whether a file's name in a manifest or an archive stays inside the cache."""
-    return bool(name) and not name.startswith("/") and ".." not in Path(name).parts
+    return content if _MANIFEST.isinstance_python(content, strict=True) else None
 
 
 def uses_of(manifest: Mapping[str, Any]) -> list[Use]:
@@ -224,18 +233,18 @@ def verify(folder: Path, machine: dict[str, Any]) -> list[str]:
     """What is wrong with a cache: no manifest, fields of the machine that differ, files missing, changed or unknown."""
     manifest = read_manifest(folder)
     if manifest is None:
-        return [_without_manifest(folder)]
-    problems = [f"made elsewhere: {line}" for line in differences(manifest["machine"], _plain(machine))]
-    return problems + _wrong_files(folder, manifest["files"])
+        return [without_manifest(folder)]
+    problems = [f"made elsewhere: {line}" for line in differences(manifest["machine"], machine)]
+    return problems + wrong_files(folder, manifest["files"])
 
 
-def _without_manifest(folder: Path) -> str:
+def without_manifest(folder: Path) -> str:
     if (folder / MANIFEST).exists():
         return f"{folder} has a manifest that is damaged: nobody can say what made it"
     return f"{folder} has no manifest: nobody can say what made it"
 
 
-def _wrong_files(folder: Path, listed: Mapping[str, str]) -> list[str]:
+def wrong_files(folder: Path, listed: Mapping[str, str]) -> list[str]:
     """Files that are missing, changed, unreadable or unknown to a manifest, one line each."""
     there = {str(file.relative_to(folder)) for file in _files(folder)}
     problems = [f"missing: {name}" for name in sorted(set(listed) - there)]
@@ -277,38 +286,41 @@ def _has_graph(folder: Path, key: str) -> bool:
     return place.is_dir() and any(file.is_file() for file in place.iterdir())
 
 
-def make_aside(root: Path, kind: str) -> Path:
-    """An empty folder in the root for what this process is about to make; its name says whose it is."""
-    aside = root / own_name(kind)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(mode=0o700)
-    return aside
+def check_unused(place: Path) -> None:
+    """Whether `swap_in` could replace what is at a place now.
+
+    Raises:
+        CacheRefused: another process uses it, or that cannot be known.
+    """
+    with suppress(FileNotFoundError), exclusively(place):
+        pass
 
 
 def swap_in(new: Path, place: Path) -> None:
-    """Put a finished cache in its place; what was there before is removed afterwards.
+    """Put a finished cache in its place; what was there before is deleted, unless another process uses it.
 
     Two renames: between them nothing is there for a moment, and what starts then compiles. Where several processes do
     this at once, each puts its own in place and the last one's stays. A failure puts back what was there.
 
     Raises:
+        CacheRefused: another process uses what is there, or that cannot be known; it stays.
         OSError: it cannot be done.
     """
-    old = place.with_name(own_name(f"{place.name}.old"))
-    while True:
-        with suppress(FileNotFoundError):
-            os.rename(place, old)
-        try:
-            os.rename(new, place)
-        except BaseException as error:
-            if isinstance(error, OSError) and error.errno in _TAKEN:  # by another process, since the first rename
-                shutil.rmtree(old, ignore_errors=True)
-                continue
-            with suppress(OSError):
-                os.rename(old, place)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-        return
+    with room(place.parent, "old") as old:
+        before = old / place.name
+        while True:
+            try:
+                with suppress(FileNotFoundError), exclusively(place):
+                    os.rename(place, before)
+                os.rename(new, place)
+                return
+            except BaseException as error:
+                if isinstance(error, OSError) and error.errno in _TAKEN:  # by another process, since the first rename
+                    shutil.rmtree(before, ignore_errors=True)
+                    continue
+                with suppress(OSError):
+                    os.rename(before, place)
+                raise
 
 
 def hand_on(filled: Path, place: Path) -> None:
@@ -317,149 +329,80 @@ def hand_on(filled: Path, place: Path) -> None:
     Raises:
         OSError: it cannot be copied.
     """
-    aside = make_aside(place.parent, "filling")
-    try:
+    with room(place.parent, "filling") as aside:
+        new = aside / place.name
+        new.mkdir(mode=0o700)
         for file in _files(filled):
-            copy = aside / file.relative_to(filled)
+            copy = new / file.relative_to(filled)
             copy.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 shutil.copy2(file, copy)
-        os.rename(aside, place)
-    except OSError as error:
-        if error.errno not in _TAKEN:
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def pack(folder: Path, archive: Path) -> int:
-    """Write a cache with its manifest as a .tar.gz; returns its bytes.
-
-    Raises:
-        CacheRefused: it has no manifest, its files are not those of its manifest, or the archive cannot be written.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise CacheRefused(f"{_without_manifest(folder)}; `draftsmith compile warm CONFIG` fills it")
-    # Files that came after the manifest stay behind.
-    problems = [line for line in _wrong_files(folder, manifest["files"]) if not line.startswith("unknown")]
-    if problems:
-        raise CacheRefused(f"{folder}: {_first(problems)}; `draftsmith compile warm CONFIG` fills it anew")
-    aside = archive.with_name(own_name(archive.name))
-    try:
-        with tarfile.open(aside, "w:gz", compresslevel=3) as tar:
-            for name in (MANIFEST, *sorted(manifest["files"])):
-                tar.add(folder / name, arcname=name, recursive=False)
-        os.replace(aside, archive)
-        return archive.stat().st_size
-    except OSError as error:
-        raise CacheRefused(f"{archive} cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-
-
-def unpack(archive: Path, place: Path, machine: dict[str, Any], needs: Mapping[str, float | None]) -> dict[str, Any]:
-    """Check an archive and swap it in at `place`; returns its manifest.
-
-    Args:
-        archive: what `pack` wrote.
-        place: of the cache; what it holds stays if the archive is refused.
-        machine: facts of this one.
-        needs: what the cache is for, as in `coverage`.
-
-    Raises:
-        CacheRefused: it does not match this machine (the message names each field), a file is missing, changed, or not
-            in the manifest, a name points outside; it holds nothing of `needs`, or lacks some that is there already.
-    """
-    make_writable(place.parent)
-    scratch = make_aside(place.parent, "unpacking")
-    try:
-        members = _extract(archive, scratch)
-        manifest = read_manifest(scratch)
-        if manifest is None:
-            raise CacheRefused(f"{archive} has no manifest, or a damaged one: nobody can say what made it")
-        # By the archive's own list: files that `_files` passes over are not let in either.
-        problems = [f"not in the manifest: {name}" for name in sorted(members - {MANIFEST, *manifest["files"]})]
-        problems = problems or verify(scratch, machine)
-        if problems:
-            raise CacheRefused(f"{archive}: {_first(problems)}")
-        _check_gain(archive, coverage(scratch, needs), place, coverage(place, needs))
-        swap_in(scratch, place)
-        return manifest
-    except OSError as error:
-        raise CacheRefused(f"{archive} cannot be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _extract(archive: Path, folder: Path) -> set[str]:
-    """Unpack plain files into a folder; their names."""
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            members = tar.getmembers()
-            for member in members:
-                if not member.isreg() or not _inside(member.name):
-                    raise CacheRefused(f"{archive}: {member.name!r} is no plain file inside the cache")
-            tar.extractall(folder, members=members, filter="data")
-            return {member.name for member in members}
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise CacheRefused(f"{archive} cannot be unpacked: {error}") from error
-
-
-def _check_gain(archive: Path, new: Coverage, place: Path, old: Coverage) -> None:
-    """Refuse to replace a cache by one that is worth nothing here, or less."""
-    if len(new.missing) == new.needed:
-        raise CacheRefused(f"{archive} holds nothing that this config needs: it was packed for another one")
-    lost = sorted(set(new.missing) - set(old.missing))
-    if lost:
-        raise CacheRefused(
-            f"{archive} lacks {', '.join(lost)}, which {place} holds: move that folder away to unpack all the same"
-        )
-
-
-def _first(problems: Sequence[str], shown: int = 5) -> str:
-    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more
+        try:
+            os.rename(new, place)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
 
 
 def own_caches() -> list[tuple[Path, int]]:
-    """Draftsmith's own caches and their bytes, with what a process left unfinished when it ended."""
-    return [(item, sum(sizes(item).values())) for item in _in_root() if not why_kept(item)]
+    """Draftsmith's own caches and their bytes, with what processes are making, or left unfinished."""
+    return [(item, sum(sizes(item).values())) for item in _in_root() if is_ours(item)]
 
 
-def left_alone() -> list[str]:
-    """What else lies in the root folder, each with the reason why it is not deleted."""
-    return [f"{item.name} ({why})" for item in _in_root() if (why := why_kept(item))]
+def left_alone() -> dict[Path, str]:
+    """What of the root folder `clear` does not delete, each with the reason."""
+    return {item: why for item in _in_root() if (why := _why_kept(item))}
+
+
+def _why_kept(item: Path) -> str:
+    """Why something in the root may not be deleted now; "" if it may."""
+    if not is_ours(item):
+        return "not made by Draftsmith"
+    try:
+        check_unused(item)
+    except InUse:
+        return "in use by another process"
+    except CacheRefused as error:
+        return str(error).removeprefix(f"{item} ")
+    return ""
 
 
 def clear(caches: Sequence[Path]) -> int:
     """Delete caches under the root folder; returns the bytes that were freed.
 
     Raises:
-        CacheRefused: one is not Draftsmith's own, is being filled, or cannot be deleted.
+        CacheRefused: one is not Draftsmith's own, in use by another process, or cannot be deleted.
     """
     root = root_folder().resolve()
     freed = 0
     for place in caches:
-        why = why_kept(place) if place.resolve().parent == root else f"not in {root}"
-        if why:
-            raise CacheRefused(f"{place} is not deleted: {why}")
+        if not os.path.lexists(place):  # another process was faster
+            continue
+        if place.resolve().parent != root:
+            raise CacheRefused(f"{place} is not deleted: not in {root}")
+        if not is_ours(place):
+            raise CacheRefused(f"{place} is not deleted: not made by Draftsmith")
         size = sum(sizes(place).values())
         try:
-            shutil.rmtree(place)
+            remove(place)
         except OSError as error:
             raise CacheRefused(f"{place} cannot be deleted: {error}") from error
         freed += size
     return freed
 
 
-def remove_abandoned() -> list[Path]:
-    """Delete what processes of this host that have ended left unfinished; returns the folders."""
-    abandoned = [item for item in _in_root() if is_unfinished(item) and not why_kept(item)]
-    for item in abandoned:
-        shutil.rmtree(item, ignore_errors=True)
-    return [item for item in abandoned if not item.exists()]
+def remove_abandoned() -> list[str]:
+    """Delete what processes that have ended left unfinished; a line for each that is deleted, or cannot be."""
+    said = []
+    for item in filter(is_room, _in_root()):
+        try:
+            remove(item)
+            said.append(f"removed {item.name}, which a process that has ended left unfinished")
+        except (InUse, FileNotFoundError):  # its process lives; another one was faster
+            continue
+        except (CacheRefused, OSError) as error:
+            said.append(f"what may be left of a process that has ended stays: {error}")
+    return said
 
 
 def _in_root() -> list[Path]:
@@ -496,5 +439,6 @@ def _checksum(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _plain(content: Any) -> Any:
-    return json.loads(json.dumps(content, default=str))
+def aside_of(file: Path) -> Path:
+    """Where a file is written before it is renamed, beside its place."""
+    return file.with_name(f".{file.name}-{secrets.token_hex(4)}")

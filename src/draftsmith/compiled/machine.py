@@ -67,14 +67,18 @@ def facts(sources: Iterable[Path] = ()) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Fields that differ, each as "torch: 2.11.0 there, 2.13.0 here"."""
+    """Fields that differ as JSON, each as "torch: 2.11.0 there, 2.13.0 here"."""
+    return _differences(*(json.loads(json.dumps(each, default=str)) for each in (there, here)))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     found = []
     for key in sorted({*there, *here}):
         one, other = there.get(key), here.get(key)
         if one == other:
             continue
         if isinstance(one, dict) and isinstance(other, dict):
-            found += [f"{key}.{line}" for line in differences(one, other)]
+            found += [f"{key}.{line}" for line in _differences(one, other)]
         else:
             found.append(f"{key}: {_short(one)} there, {_short(other)} here")
     return found

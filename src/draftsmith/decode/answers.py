@@ -25,10 +25,11 @@ from typing import Any
 
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.template import Tokeniser
-from draftsmith.decode.evaluate import first_of, stop_ids_of
+from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import Answer, generate
-from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, has_template
+from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, first_of, has_template
 from draftsmith.decode.resumable import open_output
+from draftsmith.decode.rounds import room_for_answer
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
 
@@ -147,9 +148,9 @@ def write_answers(
     check = _round_trip(target, stops, template_options)
     with open_output(report.output, facts) as lines:
         report.found = len(lines.done)
-        positions = target.geometry.max_position_embeddings
-        answerable = [index for index, ids in enumerate(encoded) if len(ids) < positions]
-        report.too_long = [prompt.source for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) >= positions]
+        rooms = [room_for_answer(target, ids, options.max_new_tokens) for ids in encoded]
+        answerable = [index for index, room in enumerate(rooms) if room]
+        report.too_long = [prompt.source for prompt, room in zip(prompts, rooms, strict=True) if not room]
         waiting = [index for index in answerable if index not in lines.done]
         progress = _Progress("answer", report.found, len(answerable), listener)
         for answer in generate(

@@ -17,6 +17,7 @@ from rich.text import Text
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.proposers import DrafterProposer
+from draftsmith.decode.rounds import room_for_answer
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 
@@ -88,8 +89,9 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = Prompt("chat", messages=asked) if chatting else Prompt("chat", text=text)
         ids = encode_prompts([prompt], tokenizer, self._options)[0]
-        positions = self._target.geometry.max_position_embeddings
-        if len(ids) >= positions:
+        room = room_for_answer(self._target, ids, self._limit)
+        if not room:
+            positions = self._target.geometry.max_position_embeddings
             raise UserError(
                 f"the conversation of {len(ids):,} tokens has outgrown the target's {positions:,} positions",
                 where="chat",
@@ -111,7 +113,7 @@ class Chat:
                 self._target,
                 ids,
                 self._proposer,
-                max_new_tokens=min(self._limit, positions - len(ids)),
+                max_new_tokens=room,
                 stop_ids=stops,
                 on_round=listen,
                 rounds=self.rounds,

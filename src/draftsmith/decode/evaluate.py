@@ -31,8 +31,8 @@ import torch
 
 from draftsmith.decode.cache import DecodeCache
 from draftsmith.decode.distribution import DistributionTest, check_distribution
-from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts
-from draftsmith.decode.rounds import answer_limit
+from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts, first_of
+from draftsmith.decode.rounds import answer_limit, room_for_answer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import (
     Decoded,
@@ -47,6 +47,7 @@ from draftsmith.errors import UserError
 
 NOT_LOOPING = 0.6
 WARM_UP_TOKENS = 16
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,7 @@ def evaluate(
     max_new_tokens: int = 256,
     stop_ids: Iterable[int] | None = None,
     block_size: int | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sampling: Sampling = GREEDY,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
     rounds: StaticRounds | None = None,
@@ -198,6 +197,7 @@ def evaluate(
         prompts: token ids of each prompt, template applied.
         stop_ids: none: the target's own.
         block_size: slots at decoding; none: as trained.
+        seed: of the first prompt's random numbers; every prompt has its own.
         progress: called with (prompts done, prompts).
         rounds: how rounds are run, of all three proposers alike; none: as captured graphs where that is possible.
         measured: names of what is measured, for `setting`.
@@ -213,9 +213,6 @@ def evaluate(
     ]
     stops = stop_ids_of(target) if stop_ids is None else frozenset(stop_ids)
     proposer = DrafterProposer(drafter, target.head(), block_size)
-    slots = proposer.block_size
-    lookup_proposer = PromptLookupProposer(max(2, slots))
-    plain = GreedyProposer()
     rounds = StaticRounds(target) if rounds is None else rounds
 
     def answer(index: int, by: Proposer, limit: int) -> Decoded:
@@ -225,63 +222,29 @@ def evaluate(
             by,
             max_new_tokens=limit,
             stop_ids=stops,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + index,  # random numbers of its own for every prompt
+            **asdict(sampling),
+            seed=seed + index,
             rounds=rounds,
         )
 
-    proposers: list[Proposer] = [proposer, plain, lookup_proposer]
-    for by in proposers:
-        answer(0, by, min(limits[0], WARM_UP_TOKENS))
-    decoded, baseline, lookup = [], [], []
-    for index, limit in enumerate(limits):
-        in_turn = (plain, proposer) if index % 2 else (proposer, plain)
-        answers = {by: answer(index, by, limit) for by in in_turn}
-        decoded.append(answers[proposer])
-        baseline.append(answers[plain])
-        lookup.append(answer(index, lookup_proposer, limit))
-        if progress is not None:
-            progress(index + 1, len(prompts))
-
-    exact = [ours.tokens == base.tokens for ours, base in zip(decoded, baseline, strict=True)]
-    ties: list[Tie] = []
-    distribution = None
-    if temperature > 0:
-        sampling = Sampling(temperature, top_k, top_p)
-        distribution = check_distribution(target, prompts, [run.tokens for run in decoded], sampling, seed)
-        lossless = distribution.passed
-    else:
-        for index, same in enumerate(exact):
-            if not same:
-                ties += find_ties(target, index, prompts[index], decoded[index].tokens, baseline[index].tokens)
-        lossless = all(exact) or (target.dtype != torch.float32 and all(tie.proved for tie in ties))
+    runs = _in_turns(answer, limits, proposer, progress)
+    decoded, baseline, lookup = ([run[column] for run in runs] for column in range(3))
     distinct = [distinct_share(run.tokens) for run in decoded]
-    runs = list(zip(decoded, baseline, lookup, strict=True))
     fresh = [run for run, share in zip(runs, distinct, strict=True) if share >= NOT_LOOPING]
     return Evaluation(
-        figures=summarise(runs, slots),
-        not_looping=summarise(fresh, slots) if fresh else None,
+        figures=summarise(runs, proposer.block_size),
+        not_looping=summarise(fresh, proposer.block_size) if fresh else None,
         taus=[_mean(run.accepted_per_round) if run.accepted_per_round else None for run in decoded],
         distinct_4grams=distinct,
-        lossless=lossless,
-        distribution=distribution,
-        exact_answers=sum(exact),
-        ties=ties,
+        **vars(_judge(target, prompts, decoded, baseline, sampling, seed)),
         way=rounds.line(),
         setting={
-            "block_size": slots,
+            "block_size": proposer.block_size,
             "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
+            **asdict(sampling),
             "seed": seed,
             "stop_ids": sorted(stops),
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device),
-            "threads": torch.get_num_threads(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
+            **_machine(target),
             **rounds.facts(),
             **(measured or {}),
         },
@@ -289,6 +252,73 @@ def evaluate(
         baseline=baseline,
         lookup=lookup,
     )
+
+
+def _in_turns(
+    answer: Callable[[int, Proposer, int], Decoded],
+    limits: Sequence[int],
+    proposer: DrafterProposer,
+    progress: Callable[[int, int], None] | None,
+) -> list[tuple[Decoded, Decoded, Decoded]]:
+    """(drafter, baseline, prompt look-up) runs of every prompt; drafter and baseline take turns in going first.
+
+    Args:
+        answer: decodes a prompt, by its index, with a proposer and up to a limit.
+        limits: of the answers, by prompt.
+    """
+    plain, lookup = GreedyProposer(), PromptLookupProposer(max(2, proposer.block_size))
+    proposers: tuple[Proposer, ...] = (proposer, plain, lookup)
+    for by in proposers:
+        answer(0, by, min(limits[0], WARM_UP_TOKENS))
+    runs = []
+    for index, limit in enumerate(limits):
+        order = (plain, proposer) if index % 2 else (proposer, plain)
+        answers = {by: answer(index, by, limit) for by in (*order, lookup)}
+        runs.append((answers[proposer], answers[plain], answers[lookup]))
+        if progress is not None:
+            progress(index + 1, len(limits))
+    return runs
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """See the same fields of `Evaluation`."""
+
+    lossless: bool
+    distribution: DistributionTest | None
+    exact_answers: int
+    ties: list[Tie]
+
+
+def _judge(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    decoded: Sequence[Decoded],
+    baseline: Sequence[Decoded],
+    sampling: Sampling,
+    seed: int,
+) -> _Verdict:
+    """Whether the drafter's answers are the target's own: by their tokens or, sampled, by their distribution."""
+    exact = [ours.tokens == base.tokens for ours, base in zip(decoded, baseline, strict=True)]
+    if not sampling.greedy:
+        test = check_distribution(target, prompts, [run.tokens for run in decoded], sampling, seed)
+        return _Verdict(test.passed, test, sum(exact), [])
+    ties: list[Tie] = []
+    for index, same in enumerate(exact):
+        if not same:
+            ties += find_ties(target, index, prompts[index], decoded[index].tokens, baseline[index].tokens)
+    lossless = all(exact) or (target.dtype != torch.float32 and all(tie.proved for tie in ties))
+    return _Verdict(lossless, None, sum(exact), ties)
+
+
+def _machine(target: Any) -> dict[str, Any]:
+    """What the times hang on."""
+    return {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def take_turns(
@@ -300,7 +330,7 @@ def take_turns(
 ) -> list[Prompt]:
     """Every turn of multi-turn prompts as a prompt of its own, the target's own greedy answers between them.
 
-    A turn that leaves no room in the target's positions is the last one of its prompt; `leave_room` names it.
+    A turn that leaves no room in the target's positions is the last one of its prompt; `fitting` names it.
 
     Raises:
         UserError: see `decode`; also turns for a target without a chat template.
@@ -309,30 +339,51 @@ def take_turns(
 
     def answer(prompt: Prompt) -> str | None:
         ids = encode_prompts([prompt], target.tokenizer, template_options)[0]
-        limit = min(max_new_tokens, target.geometry.max_position_embeddings - len(ids))
-        if limit < 1:
+        room = room_for_answer(target, ids, max_new_tokens)
+        if not room:
             return None
-        said = decode(target, ids, GreedyProposer(), max_new_tokens=limit, stop_ids=stops, rounds=rounds).tokens
+        said = decode(target, ids, GreedyProposer(), max_new_tokens=room, stop_ids=stops, rounds=rounds).tokens
         return target.tokenizer.decode([token for token in said if token not in stops])
 
     return ask_in_turn(prompts, answer)
 
 
-def leave_room(
-    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
-) -> tuple[list[Prompt], list[str]]:
-    """(the prompts that leave room for an answer in the target's positions, a line on the others and on short room).
+def fitting_prompts(
+    target: Any,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    rounds: StaticRounds | None = None,
+    template_options: dict[str, Any] | None = None,
+) -> tuple[list[list[int]], list[str]]:
+    """(token ids of every turn that leaves room for an answer, lines as of `fitting`), for `evaluate`.
 
     Raises:
-        UserError: none does; see also `encode_prompts`.
+        UserError: see `take_turns` and `fitting`.
+    """
+    turns = take_turns(target, prompts, max_new_tokens, template_options, rounds)
+    _, encoded, notes = fitting(target, turns, max_new_tokens, template_options)
+    return encoded, notes
+
+
+def fitting(
+    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
+) -> tuple[list[Prompt], list[list[int]], list[str]]:
+    """(prompts that leave room for an answer in the target's positions, their token ids, a line on the others and one
+    on short room).
+
+    Raises:
+        UserError: none leaves room; see also `encode_prompts`.
     """
     positions = target.geometry.max_position_embeddings
     encoded = encode_prompts(prompts, target.tokenizer, template_options)
-    sized = [(prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
-    fitting = [prompt for prompt, length in sized if length < positions]
-    too_long = [f"{prompt.source} ({length:,} tokens)" for prompt, length in sized if length >= positions]
-    short = [prompt.source for prompt, length in sized if length < positions < length + max_new_tokens]
-    if not fitting:
+    roomy = [
+        (prompt, ids, room_for_answer(target, ids, max_new_tokens))
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
+    fit = [(prompt, ids) for prompt, ids, room in roomy if room]
+    too_long = [f"{prompt.source} ({len(ids):,} tokens)" for prompt, ids, room in roomy if not room]
+    short = [prompt.source for prompt, _, room in roomy if 0 < room < max_new_tokens]
+    if not fit:
         raise UserError(
             f"no prompt leaves room for an answer: the target has {positions:,} positions", where=too_long[0]
         )
@@ -344,12 +395,7 @@ def leave_room(
             f"room for fewer than {max_new_tokens:,} tokens before the target's {positions:,} positions end: "
             f"{first_of(short)}"
         )
-    return fitting, notes
-
-
-def first_of(names: Sequence[str], most: int = 5) -> str:
-    """The first of many names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return [prompt for prompt, _ in fit], [ids for _, ids in fit], notes
 
 
 def stop_ids_of(target: Any) -> frozenset[int]:

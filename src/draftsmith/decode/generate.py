@@ -30,7 +30,7 @@ from torch import Tensor
 from draftsmith.decode.cache import DecodeCache, attention_windows
 from draftsmith.decode.rounds import answer_limit
 from draftsmith.decode.sampling import Sampling, draw_at
-from draftsmith.decode.speculative import FinishReason, check_request
+from draftsmith.decode.speculative import FinishReason
 from draftsmith.decode.view import View
 from draftsmith.errors import UserError
 
@@ -85,8 +85,6 @@ def generate(
             that cannot be decoded in batches, or too little memory.
     """
     sampling, stops = Sampling(temperature, top_k, top_p), frozenset(stop_ids)
-    for prompt in prompts:
-        check_request(prompt, max_new_tokens)
     attention_windows(target.model.config)
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch size {batch_size} is not positive", where="decoding")

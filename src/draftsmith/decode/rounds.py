@@ -65,21 +65,32 @@ def check_request(prompt: Sequence[int], max_new_tokens: int) -> None:
         raise UserError(f"max_new_tokens {max_new_tokens} leaves no room for an answer", where="decoding")
 
 
-def answer_limit(target: Any, prompt: Sequence[int], max_new_tokens: int, where: str) -> int:
+def room_for_answer(target: Any, prompt: Sequence[int], max_new_tokens: int) -> int:
     """Tokens that the answer to a prompt may have: `max_new_tokens`, or as many as the target has positions left for.
+
+    0: the prompt fills them all.
+    """
+    assert max_new_tokens > 0
+    return max(0, min(max_new_tokens, target.geometry.max_position_embeddings - len(prompt)))
+
+
+def answer_limit(target: Any, prompt: Sequence[int], max_new_tokens: int, where: str) -> int:
+    """`room_for_answer`, of which there has to be some.
 
     Args:
         where: the prompt, for the message.
 
     Raises:
-        UserError: there is not one left.
+        UserError: see `check_request`; also a prompt that leaves no room.
     """
-    positions = target.geometry.max_position_embeddings
-    if len(prompt) >= positions:
+    check_request(prompt, max_new_tokens)
+    room = room_for_answer(target, prompt, max_new_tokens)
+    if not room:
+        positions = target.geometry.max_position_embeddings
         raise UserError(
             f"{len(prompt):,} tokens leave no room for an answer: the target has {positions:,} positions", where=where
         )
-    return min(max_new_tokens, positions - len(prompt))
+    return room
 
 
 def check_block(

@@ -41,7 +41,6 @@ __all__ = [
     "PromptLookupProposer",
     "Proposer",
     "StaticRounds",
-    "check_request",
     "decode",
 ]
 

@@ -23,8 +23,7 @@ def examine(config: RunConfig | None = None, constraints: Path | None = None) ->
         try:
             findings += fast_paths.check(config)
         except UserError as error:
-            text = f"{error.where}: {error.what}" if error.where else error.what
-            findings.append(Finding("config", "bad", text, error.fix or "draftsmith train CONFIG --plan, once changed"))
+            findings.append(Finding.of_refusal("config", error))
     return findings
 
 

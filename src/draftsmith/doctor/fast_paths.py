@@ -23,7 +23,10 @@ import torch
 from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
+from draftsmith.errors import UserError
+from draftsmith.pipeline.plan import read_spec_to_start_from, resolve_attention
 from draftsmith.target import fp8
+from draftsmith.target.geometry import read_geometry
 from draftsmith.target.quantised import install_line, method_of
 from draftsmith.target.source import read_config
 
@@ -65,25 +68,28 @@ def check(config: RunConfig) -> list[Finding]:
 
 
 def _drafter(config: RunConfig) -> Iterator[Finding]:
+    """The attention path that training would take, or why it would refuse, and whether compiling works here."""
     on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
-    attention, enabled = config.drafter.attention, config.compile.enabled
-    if attention == "flex" and not on_cuda:
-        yield Finding("drafter attention", "bad", "flex attention cannot learn on the CPU", "drafter.attention=auto")
+    notices: list[str] = []
+    block_size = config.drafter.block_size
+    if config.drafter.init:
+        block_size = read_spec_to_start_from(config, read_geometry(config.target), []).block_size
+    try:
+        attention, compiled = resolve_attention(config, block_size, on_cuda, notices)
+    except UserError as error:
+        yield Finding.of_refusal("drafter attention", error)
         return
-    dense = attention == "dense" or not on_cuda
-    if dense and on_cuda:
-        text = "dense on CUDA, as configured: memory and time grow with Q x S"
-        yield Finding("drafter attention", "warn", text, "drafter.attention=flex")
-    if not dense and enabled == "off":
-        yield Finding("drafter attention", "bad", "flex without compiling computes all scores", "compile.enabled=on")
-        return
-    compiled = not dense or enabled == "on"
-    way = f"{'dense' if dense else 'flex'}, {'compiled' if compiled else 'eager'}"
+    if on_cuda:
+        for notice in notices:
+            yield Finding("drafter attention", "warn", notice, "drafter.attention=flex")
+    way = f"{attention}, {'compiled' if compiled else 'eager'}"
     way += "" if on_cuda else ", on the CPU by name"
     problem = compiles(torch.device("cuda", 0) if on_cuda else torch.device("cpu")) if compiled else ""
     if problem:
         mend = "a C++ compiler: apt-get install g++, and unset CXX if it names another" + (
-            "; or compile.enabled=auto, which is eager here" if dense else "; see triton and environment variables"
+            "; or compile.enabled=auto, which is eager here"
+            if attention == "dense"
+            else "; see triton and environment variables"
         )
         yield Finding("drafter attention", "bad", f"{way}: a tiny function does not run compiled: {problem}", mend)
     else:

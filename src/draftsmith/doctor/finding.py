@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from draftsmith.errors import UserError
+
 Level = Literal["ok", "warn", "bad"]
 
 
@@ -23,6 +25,12 @@ class Finding:
     level: Level
     text: str
     mend: str = ""
+
+    @classmethod
+    def of_refusal(cls, check: str, error: UserError) -> Finding:
+        """What training refuses."""
+        text = f"{error.where}: {error.what}" if error.where else error.what
+        return cls(check, "bad", text, error.fix or "draftsmith train CONFIG --plan, once changed")
 
     def line(self) -> str:
         """For people."""

@@ -8,14 +8,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from draftsmith.compiled.machine import differences
 from draftsmith.errors import UserError
+from draftsmith.observe.shape import ENVIRONMENT
 from draftsmith.pipeline.environment import environment_record
 
 RECORD = "environment.json"
 
 
-def read_record(run: Path) -> dict[str, Any]:
+def environment_of(run: Path) -> dict[str, Any]:
     """A run's `environment.json`.
 
     Raises:
@@ -26,42 +29,20 @@ def read_record(run: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("no record of an environment here: not a run folder?", where=str(path)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
-    problem = _damage(content)
-    if problem:
-        raise UserError(f"is no record of an environment: {problem}", where=str(path))
+    try:
+        ENVIRONMENT.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise UserError(f"is no record of an environment: {place}: {first['msg']}", where=str(path)) from None
     return content
-
-
-def _damage(content: Any) -> str:
-    """What a record lacks that `against` and `restore` read; "" where it is whole."""
-    if not isinstance(content, dict):
-        return "it is not a mapping"
-    machine, checkout = content.get("machine"), content.get("commit")
-    parts: dict[str, Any] = {
-        "machine": machine,
-        "packages": content.get("packages"),
-        "machine.environment": machine.get("environment") if isinstance(machine, dict) else None,
-        "commit": {"id": ""} if checkout is None else checkout,
-    }
-    for name, value in parts.items():
-        if not isinstance(value, dict):
-            return f"{name} is not a mapping"
-    if not isinstance(parts["commit"].get("untracked", []), list):
-        return "commit.untracked is not a list"
-    texts = {
-        "draftsmith": content.get("draftsmith"),
-        "commit.id": parts["commit"].get("id"),
-        **{f"packages.{name}": version for name, version in parts["packages"].items()},
-        **{f"machine.environment.{name}": value for name, value in parts["machine.environment"].items()},
-    }
-    return next((f"{name} is not a text" for name, value in texts.items() if not isinstance(value, str)), "")
 
 
 def against(run: Path) -> list[str]:
     """What changed since that run, one line each, "packages.torch: 2.11.0 there, 2.13.0 here"."""
-    return differences(read_record(run), json.loads(json.dumps(environment_record(), default=str)))
+    return differences(environment_of(run), environment_record())
 
 
 def restore(run: Path) -> list[str]:
@@ -69,7 +50,7 @@ def restore(run: Path) -> list[str]:
 
     What cannot be restored by commands (driver, GPU, uncommitted changes, own builds) is said in comment lines.
     """
-    record = read_record(run)
+    record = environment_of(run)
     machine = record["machine"]
     python = str(machine.get("python", "3"))
     lines = [f"# as {run} ran: Python {python}, torch {machine.get('torch')}, GPUs {machine.get('gpus') or 'none'}"]

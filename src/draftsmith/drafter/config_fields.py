@@ -2,7 +2,7 @@
 
 What stands in one table here need not be asked again by whoever reads a field: a field that is there and not null has
 the type that the table gives it. Whether a field has to be there is the business of its reader; fields that no engine
-and nobody here reads are not looked at.
+and nobody here reads are not looked at. Null counts as left out (`without_nulls`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,13 @@ def field_faults(config: dict[str, Any], above: str = "") -> Iterator[str]:
         elif name in _INSIDE:
             for inner in value if isinstance(value, list) else [value]:
                 yield from field_faults(inner, f"{above}{name}.")
+
+
+def without_nulls(value: Any) -> Any:
+    """A value from JSON without the fields that are null, at whatever depth; entries of lists stay."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any, most: int = 40) -> str:

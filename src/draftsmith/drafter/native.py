@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafter.config_fields import field_faults
+from draftsmith.drafter.config_fields import field_faults, without_nulls
 from draftsmith.drafter.model import DraftModel
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, zlab_fields
@@ -87,7 +88,7 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
     """Reads a z-lab `config.json`; values that may stand in two places are taken from `dflash_config` first.
 
     Args:
-        config: free of `field_faults`.
+        config: free of `field_faults` and of nulls.
 
     Raises:
         UserError: not a DFlash drafter, or a mandatory field is missing.
@@ -95,9 +96,7 @@ def spec_from_config(config: dict[str, Any], where: str) -> DrafterSpec:
     dflash = config.get("dflash_config") or {}
 
     def either(name: str, default: Any = None) -> Any:
-        value = dflash.get(name)
-        value = config.get(name) if value is None else value
-        return default if value is None else value
+        return dflash.get(name, config.get(name, default))
 
     def need(name: str, value: Any = None) -> Any:
         value = config.get(name) if value is None else value
@@ -214,11 +213,12 @@ def stated_spec(config: dict[str, Any], where: str, target_layers: int | None = 
     """
     for fault in field_faults(config):
         raise UserError(fault, where=where)
+    config = without_nulls(config)
     if is_speculators(config):
         config = zlab_fields(config, where, target_layers)
         if "num_target_layers" not in config:
             raise UserError("does not say how many layers its target has", where=where, fix="give the target as well")
-    elif config.get("num_target_layers") is None:
+    elif "num_target_layers" not in config and target_layers is not None:
         config = {**config, "num_target_layers": target_layers}
     return spec_from_config(config, where)
 
@@ -228,26 +228,48 @@ def layer_config(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("transformer_layer_config") or {} if is_speculators(config) else config
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files with a drafter's tensors: the one, or those that an index beside them names.
+
+    Raises:
+        UserError: the index cannot be read, or does not map tensors to the names of files; or a file is missing.
+    """
+    paths = [folder / WEIGHTS]
+    if not paths[0].exists() and (folder / INDEX).exists():
+        paths = _indexed(folder)
+    # Unlike `Path.is_file`, this one takes every name that an index may hold.
+    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    if missing is not None:
+        pickled = "; pickled weights are not read" if any(folder.glob("*.bin")) else ""
+        raise UserError(f"no weights here: {missing.name} is missing{pickled}", where=str(folder))
+    return paths
+
+
+def _indexed(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(index)) from None
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(named.values()) if isinstance(named, dict) else []
+    # No file outside the folder is read, whatever the index says.
+    files = [Path(name).name if isinstance(name, str) else "" for name in names]
+    if not files or not all(files):
+        raise UserError("its weight_map does not name a file for each tensor", where=str(index))
+    return [folder / name for name in sorted(set(files))]
+
+
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a drafter on disk as they are, from one file or from those that an index names.
 
     Raises:
-        UserError: a file is missing or torn.
+        UserError: see `weight_files`; also a file that is torn.
     """
-    names: list[str] = [WEIGHTS]
-    index = folder / INDEX
-    if not (folder / WEIGHTS).exists() and index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"cannot be read: {error}", where=str(index)) from None
     weights: dict[str, torch.Tensor] = {}
-    for name in names:
-        path = folder / Path(name).name
+    for path in weight_files(folder):
         try:
             weights |= load_file(str(path))
-        except FileNotFoundError:
-            raise UserError(f"no weights here: {path.name} is missing", where=str(folder)) from None
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot be read: {error}", where=str(path)) from None
     return weights

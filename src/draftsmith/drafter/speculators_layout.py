@@ -32,7 +32,7 @@ TARGET_OWNED = frozenset(
 
 def is_speculators(config: dict[str, Any]) -> bool:
     """Whether a `config.json` is of this layout."""
-    return "speculators_model_type" in config
+    return config.get("speculators_model_type") is not None
 
 
 def spec_to_speculators(
@@ -118,15 +118,15 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
     """The same drafter's `config.json` in z-lab's layout, as far as the fields go.
 
     Args:
-        config: of speculators' layout, its fields of the right types (`config_fields`).
+        config: of speculators' layout, its fields of the right types and none of them null (`config_fields`).
         where: for messages.
         target_layers: depth of the target, where the file does not say it.
 
     Raises:
         UserError: another kind of speculator, or one whose blocks mean something else.
     """
-    if config.get("speculators_model_type") != "dflash":
-        raise UserError(f"is a speculator of type {config.get('speculators_model_type')!r}, not dflash", where=where)
+    if config["speculators_model_type"] != "dflash":
+        raise UserError(f"is a speculator of type {config['speculators_model_type']!r}, not dflash", where=where)
     if config.get("sample_from_anchor"):
         raise UserError(
             "samples from the anchor slot (sample_from_anchor), which a DFlash drafter is not trained to", where=where
@@ -135,7 +135,7 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
     taps = config.get("aux_hidden_state_layer_ids")
     if layer is None or not taps:
         raise UserError("transformer_layer_config or aux_hidden_state_layer_ids is missing", where=where)
-    if (layer.get("model_type") or "qwen3") != "qwen3":
+    if layer.get("model_type", "qwen3") != "qwen3":
         raise UserError(f"has layers of type {layer['model_type']!r} (qwen3 is supported)", where=where)
     if config.get("target_hidden_size") not in (None, layer.get("hidden_size")):
         raise UserError("is narrower or wider than its target (target_hidden_size)", where=where)
@@ -146,7 +146,7 @@ def zlab_fields(config: dict[str, Any], where: str, target_layers: int | None) -
         causal = False
     dflash = {
         "target_layer_ids": [tap - 1 for tap in taps],
-        "mask_token_id": config.get("mask_token_id"),
+        **({"mask_token_id": config["mask_token_id"]} if "mask_token_id" in config else {}),
         "block_size": config.get("block_size", 8),
         **(config.get("dflash_config") or {}),
     }

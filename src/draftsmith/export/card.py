@@ -7,17 +7,122 @@ Only what is known is written. Recipe and data facts come from the run folder ar
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict  # pydantic wants this one before Python 3.12
 
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.export.convert import Converted
+from draftsmith.observe.shape import Count, Quantity, Whole, read_record
+
+
+class _Distribution(TypedDict, total=False):
+    p_value: Required[Annotated[Quantity, Field(ge=0, le=1)]]
+
+
+class _Setting(TypedDict, total=False):
+    drafter: str | None  # digest of its weights
+    target: str | None
+    temperature: Quantity
+    dtype: str
+    device: str
+
+
+class _Evaluation(TypedDict, total=False):
+    """What the card reads of a result of `draftsmith eval --json`."""
+
+    answers: Required[Count]
+    tokens: Required[Count]
+    tau: Required[Quantity]
+    tau_per_response: Required[Quantity]
+    speedup: Required[Quantity]
+    lossless: Required[Annotated[bool, Field(strict=True)]]
+    distribution: _Distribution | None
+    setting: Required[_Setting]
+
+
+class _Target(TypedDict, total=False):
+    path: Required[str]
+    gguf_file: str | None
+
+
+class _Drafter(TypedDict, total=False):
+    init: str | None
+
+
+class _Rows(TypedDict):
+    length: Count
+    anchors: Count
+
+
+class _Training(TypedDict):
+    rows_per_update: Count
+    seed: Whole
+
+
+class _Objective(TypedDict):
+    labels: str
+    weights: str
+
+
+class _Optimizer(TypedDict):
+    name: str
+    schedule: str
+    lr: Quantity
+    warmup: Quantity
+    clip: Quantity
+    weight_decay: Quantity
+
+
+class _Config(TypedDict):
+    target: _Target
+    drafter: _Drafter
+    rows: _Rows
+    training: _Training
+    objective: _Objective
+    optimizer: _Optimizer
+
+
+class _Incident(TypedDict):
+    count: Count
+
+
+class _Part(TypedDict, total=False):
+    tokens: Count
+    taught_tokens: Count
+
+
+class _Data(TypedDict, total=False):
+    files: list[str]
+    used: Count
+    conversations: Count
+    duplicates: Count
+    incidents: list[_Incident]
+    stop_token: str | None
+    train: _Part
+
+
+class _Resolved(TypedDict, total=False):
+    steps: Required[Count]
+    mask_token_rule: str
+    data: _Data
+
+
+class _Records(TypedDict):
+    """What the card reads of a run."""
+
+    config: _Config
+    resolved: _Resolved
+    step: Count | None
+
+
+_EVALUATION, _RECORDS = TypeAdapter(_Evaluation), TypeAdapter(_Records)
 
 
 @dataclass(frozen=True)
@@ -51,15 +156,18 @@ class RunFacts:
 
 
 def find_run(drafter: Path) -> RunFacts | None:
-    """Facts of the run that wrote a checkpoint folder; None where it is no checkpoint of a run."""
+    """Facts of the run that wrote a checkpoint folder; None where there are no such records that can be read."""
     folder = drafter.resolve().parent.parent
-    try:
-        config = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"]
-        resolved = json.loads((folder / "resolved.json").read_text(encoding="utf-8"))
-        step = json.loads((drafter / "state.json").read_text(encoding="utf-8")).get("step")
-    except (OSError, ValueError, KeyError, TypeError):
+    run, resolved = read_record(folder / "run.json"), read_record(folder / "resolved.json")
+    state = read_record(drafter / "state.json")
+    if run is None or resolved is None or state is None:
         return None
-    return RunFacts(config, resolved, step)
+    facts: dict[str, Any] = {"config": run.get("config"), "resolved": resolved, "step": state.get("step")}
+    try:
+        _RECORDS.validate_python(facts)
+    except ValidationError:
+        return None
+    return RunFacts(**facts)
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -75,19 +183,16 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         raise UserError("no such file", where=str(path), fix=fix) from None
     except (OSError, ValueError, RecursionError):
         raise UserError("is not an evaluation", where=str(path), fix=fix) from None
-    if not isinstance(content, dict) or not isinstance(content.get("setting"), dict):
-        raise UserError("is not an evaluation", where=str(path), fix=fix)
-    sampled = content.get("distribution")
-    numbers = {name: content.get(name) for name in ("tau", "tau_per_response", "answers", "tokens", "speedup")}
-    numbers["temperature"] = content["setting"].get("temperature", 0)
-    numbers["p_value"] = 1.0 if sampled is None else sampled.get("p_value") if isinstance(sampled, dict) else sampled
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"is not an evaluation: {name} is {value!r}, not a number", where=str(path), fix=fix)
+    try:
+        _EVALUATION.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"is not an evaluation: {field}: {first['msg']}", where=str(path), fix=fix) from None
     return content
 
 
-def claim(figures: dict[str, Any], result: Converted, target: str | None, where: str) -> list[str]:
+def check_evaluation(figures: dict[str, Any], result: Converted, target: str | None, where: str) -> list[str]:
     """What is to be told about an evaluation beside an export.
 
     Args:
@@ -110,7 +215,7 @@ def claim(figures: dict[str, Any], result: Converted, target: str | None, where:
             fix="evaluate this drafter, or leave the evaluation out",
         )
     there = setting.get("target")
-    if target and there and Path(str(there)).name != Path(target).name:
+    if target and there and Path(there).name != Path(target).name:
         notes.append(f"{where} was measured with the target {there}, the card names {target}")
     return notes
 
@@ -214,7 +319,7 @@ def _cell(text: Any) -> str:
 
 def _recipe(run: RunFacts | None) -> list[str]:
     if run is None:
-        return ["Not known: the drafter was not exported from a run of draftsmith."]
+        return ["Not known: the drafter was not exported from a run of draftsmith, or its records cannot be read."]
     optimizer, training, rows = run.config["optimizer"], run.config["training"], run.config["rows"]
     objective = run.config["objective"]
     return [

@@ -1,7 +1,8 @@
 """What each serving engine makes of a drafter's `config.json`: the rules of their loaders, read from their code.
 
 Every engine is one function from the config to a `Reading`: what it would decode with, or why it refuses. A reading is
-compared with what the drafter itself is (`DrafterSpec`), so a rule is written once and its consequence follows.
+compared with what the drafter itself is (`DrafterSpec`), so a rule is written once and its consequence follows. A
+reader raises `FieldMissing` where its engine stops for want of a field.
 
 Read from:
 - z-lab: the wheel dflash 0.1.0, `model.py`, with transformers 5.17's `Qwen3Config`;
@@ -22,6 +23,11 @@ from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import is_speculators
 
 SLIDING = "sliding_attention"
+# Fields that `Qwen3Config` gives a value of its own if they are left out, but never if they are null.
+_NEVER_NULL = (
+    *("num_hidden_layers", "head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "attention_dropout"),
+    *("tie_word_embeddings", "use_sliding_window", "max_window_layers", "initializer_range", "use_cache"),
+)
 Layers = tuple[tuple[int | None, bool], ...]
 
 
@@ -39,6 +45,10 @@ ENGINES: dict[str, Engine] = {
     "vllm": Engine("vLLM", "036a00d1"),
     "speculators": Engine("speculators", "0.9.0"),
 }
+
+
+class FieldMissing(Exception):
+    """An engine cannot go on without a field: it refuses."""
 
 
 @dataclass
@@ -95,27 +105,27 @@ def read_as_zlab(config: dict[str, Any]) -> Reading:
     if is_speculators(config):
         reading.refuse("layout", "it reads z-lab's layout; the dimensions in transformer_layer_config are not found")
         return reading
-    either = _either(config)
+    both = _both(config)
     _transformers_layers(config, reading)
     if config.get("num_target_layers") is None:
         reading.refuse("target-depth", "num_target_layers is missing, and it is asked for whatever the taps are")
-    taps = either("target_layer_ids") or ()
+    taps = both.get("target_layer_ids") or ()
     if not taps and config.get("num_target_layers"):
-        taps = _spaced(int(config["num_target_layers"]), int(config.get("num_hidden_layers", 1)))
+        taps = _spaced(int(config["num_target_layers"]), int(need(config, "num_hidden_layers", 1)))
     reading.states = tuple(int(tap) + 1 for tap in taps)
     types, window = _types(config), _transformers_window(config)
     override = config.get("is_causal")
     reading.layers = tuple(
         (window if kind == SLIDING else None, kind == SLIDING if override is None else bool(override)) for kind in types
     )
-    reading.block_size = int(either("block_size", 16))
-    reading.mask_token = either("mask_token_id")
+    reading.block_size = int(need(both, "block_size", 16))
+    reading.mask_token = both.get("mask_token_id")
     if reading.mask_token is None:
         reading.refuse("mask-token", "mask_token_id is missing")
     _rope(config, reading)
-    reading.embedding_factor = float(either("input_embedding_scale", 1.0))
-    reading.logit_factor = float(either("output_multiplier", 1.0))
-    cap = either("final_logit_softcapping")
+    reading.embedding_factor = float(need(both, "input_embedding_scale", 1.0))
+    reading.logit_factor = float(need(both, "output_multiplier", 1.0))
+    cap = both.get("final_logit_softcapping")
     reading.logit_cap = float(cap) if cap and float(cap) > 0 else None
     return reading
 
@@ -126,7 +136,7 @@ def read_as_sglang(config: dict[str, Any]) -> Reading:
     if is_speculators(config):
         reading.refuse("layout", "it reads z-lab's layout")
         return reading
-    dflash, either = config.get("dflash_config") or {}, _either(config)
+    dflash, both = config.get("dflash_config") or {}, _both(config)
     _transformers_layers(config, reading)
     _named_class(config, reading)
     if config.get("hidden_act", "silu") != "silu":
@@ -141,19 +151,19 @@ def read_as_sglang(config: dict[str, Any]) -> Reading:
     if SLIDING in types:
         reading.notes.append(("causality", "at 7f151c5e and before, every layer was bidirectional without a window"))
     depth = dflash.get("num_target_layers", config.get("num_target_layers"))
-    taps = either("target_layer_ids")
+    taps = both.get("target_layer_ids")
     if taps is None:
-        taps = _spaced(int(depth), int(config["num_hidden_layers"])) if depth else ()
+        taps = _spaced(int(depth), int(need(config, "num_hidden_layers"))) if depth else ()
     reading.states = tuple(int(tap) + 1 for tap in taps)
-    reading.block_size = int(either("block_size", 16))
-    reading.mask_token = either("mask_token_id")
+    reading.block_size = int(need(both, "block_size", 16))
+    reading.mask_token = both.get("mask_token_id")
     if reading.mask_token is None:
         reading.notes.append(("mask-token", "without mask_token_id the string <|MASK|> is looked up or added"))
     _rope(config, reading)
     if reading.rope_type == "default" and reading.rotary_share != 1.0:
         reading.rotary_share = 1.0  # it rotates the whole head whatever the config says
     reading.interleaved = not bool(config.get("rope_is_neox_style", config.get("is_neox_style", True)))
-    reading.logit_factor = float(dflash.get("output_multiplier", 1.0))
+    reading.logit_factor = float(need(dflash, "output_multiplier", 1.0))
     cap = float(dflash.get("final_logit_softcapping") or 0.0)
     reading.logit_cap = cap if cap > 0 else None
     return reading
@@ -220,7 +230,7 @@ def read_as_speculators(config: dict[str, Any]) -> Reading:
     if is_speculators(config):
         layer = config.get("transformer_layer_config") or {}
         ids = config.get("aux_hidden_state_layer_ids") or []
-        reading.block_size, reading.mask_token = int(config.get("block_size", 8)), config.get("mask_token_id")
+        reading.block_size, reading.mask_token = int(need(config, "block_size", 8)), config.get("mask_token_id")
         free = bool(config.get("sliding_window_non_causal", False))
         verifier = (config.get("speculators_config") or {}).get("verifier") or {}
         if not verifier.get("name_or_path"):
@@ -250,6 +260,18 @@ def read_as_speculators(config: dict[str, Any]) -> Reading:
     reading.window_from_anchor = SLIDING in types
     _rope(layer, reading)
     return reading
+
+
+def need(config: dict[str, Any], name: str, default: Any = None) -> Any:
+    """A field that an engine computes with; `default` where it is left out.
+
+    Raises:
+        FieldMissing: it is null, or left out without a default.
+    """
+    value = config.get(name, default)
+    if value is None:
+        raise FieldMissing(f"{name} is {'null' if name in config else 'missing'}")
+    return value
 
 
 READERS: dict[str, Callable[[dict[str, Any]], Reading]] = {
@@ -312,9 +334,9 @@ _WORDS = {
 }
 
 
-def _either(config: dict[str, Any]) -> Callable[..., Any]:
-    dflash = config.get("dflash_config") or {}
-    return lambda name, default=None: dflash.get(name, config.get(name, default))
+def _both(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of both places; those of `dflash_config` win, null as well."""
+    return {**config, **(config.get("dflash_config") or {})}
 
 
 def _spaced(depth: int, count: int) -> tuple[int, ...]:
@@ -326,10 +348,10 @@ def _spaced(depth: int, count: int) -> tuple[int, ...]:
 
 def _types(config: dict[str, Any]) -> list[str]:
     """Layer types as `Qwen3Config` fills them in."""
-    layers = int(config.get("num_hidden_layers", 32))
+    layers = int(need(config, "num_hidden_layers", 32))
     if config.get("layer_types"):
         return list(config["layer_types"])
-    first = int(config.get("max_window_layers", 28)) if _transformers_window(config) is not None else layers
+    first = int(need(config, "max_window_layers", 28)) if _transformers_window(config) is not None else layers
     return [SLIDING if index >= first else "full_attention" for index in range(layers)]
 
 
@@ -342,6 +364,9 @@ def _transformers_window(config: dict[str, Any]) -> int | None:
 
 
 def _transformers_layers(config: dict[str, Any], reading: Reading) -> None:
+    for name in _NEVER_NULL:
+        if name in config:
+            need(config, name)
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if types and layers is not None and len(types) != int(layers):
         reading.refuse("layer-types", f"{len(types)} layer_types for {layers} layers, which transformers refuses")
@@ -358,8 +383,9 @@ def _named_class(config: dict[str, Any], reading: Reading) -> None:
 def _rope(config: dict[str, Any], reading: Reading, default: float = 10000.0) -> None:
     """θ and kind as transformers gathers them: the inner fields first."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    reading.theta = float(rope.get("rope_theta", config.get("rope_theta", default)))
+    gathered = {**config, **rope}
+    reading.theta = float(need(gathered, "rope_theta", default))
     reading.rope_type = str(rope.get("rope_type", rope.get("type", "default")))
-    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    share = float(need(gathered, "partial_rotary_factor", 1.0))
     # Qwen3's own rotary embedding ignores the factor; vLLM's applies it. SGLang's reader sets it back.
     reading.rotary_share = share if default == 1e6 else 1.0

@@ -9,7 +9,7 @@ Cost: reading headers; the target's configuration and tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from draftsmith.drafter.native import CONFIG, read_config, stated_spec
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import is_speculators
 from draftsmith.errors import UserError
-from draftsmith.export.engines import ENGINES, READERS, Reading, differences, meant_by
+from draftsmith.export.engines import ENGINES, READERS, FieldMissing, Reading, differences, meant_by
 from draftsmith.export.lint_rules import (
     Files,
     Finding,
@@ -168,13 +168,13 @@ def _findings(
         yield from check_target(files, facts)
 
 
-def _read(reader: Any, config: dict[str, Any]) -> Reading:
+def _read(reader: Callable[[dict[str, Any]], Reading], config: dict[str, Any]) -> Reading:
     """A reading; an engine that needs a field which is missing refuses."""
     try:
         return reader(config)
-    except (TypeError, KeyError) as error:
+    except FieldMissing as error:
         reading = Reading()
-        reading.refuse("config", f"a field cannot be read: {error}")
+        reading.refuse("config", str(error))
         return reading
 
 

@@ -7,7 +7,6 @@ the config are not here but in `engines`.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.drafter.native import INDEX, WEIGHTS, expected_shapes, layer_config, read_weights
+from draftsmith.drafter.native import expected_shapes, layer_config, read_weights, weight_files
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators
 from draftsmith.errors import UserError
@@ -113,20 +112,13 @@ def everybody(outcome: Outcome) -> dict[str, Outcome]:
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Names, shapes and dtypes from the headers of all weight files."""
-    paths = [folder / WEIGHTS]
-    if not paths[0].exists() and (folder / INDEX).exists():
-        try:
-            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"cannot be read: {error}", where=str(folder / INDEX)) from None
-        paths = [folder / Path(name).name for name in sorted(named)]
+    """Names, shapes and dtypes from the headers of all weight files.
+
+    Raises:
+        UserError: see `weight_files`; also a file that is torn.
+    """
     found = {}
-    for path in paths:
-        if not path.exists():
-            if any(folder.glob("*.bin")):
-                raise UserError(f"{path.name} is missing; pickled weights are not read", where=str(folder))
-            raise UserError(f"no weights here: {path.name} is missing", where=str(folder))
+    for path in weight_files(folder):
         try:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118, it is no dictionary
@@ -141,14 +133,16 @@ def check_faults(files: Files) -> Iterator[Finding]:
     """Numbers of the config that do not fit each other."""
     for rule, text in () if files.spec is None else files.spec.faults():
         # Only SGLang asks for the kind of a layer, which `engines` says; the others run an unknown one as a full one.
-        deaf: dict[str, Outcome] = {"zlab": "differs", "vllm": "differs", "speculators": "differs"}
-        yield Finding(rule, "error", text, deaf if rule == "layer-type-unknown" else everybody("refuses"))
+        unasked: dict[str, Outcome] = {"zlab": "differs", "vllm": "differs", "speculators": "differs"}
+        outcomes = unasked if rule == "layer-type-unknown" else everybody("refuses")
+        yield Finding(rule, "error", text, outcomes)
 
 
 def check_tensors(files: Files) -> Iterator[Finding]:
     if files.spec is None:
         return
-    expected = expected_shapes(files.spec) | _bias_shapes(files)
+    biases = _bias_shapes(files)
+    expected = expected_shapes(files.spec) | biases
     found = {name: shape for name, (shape, _) in files.tensors.items()}
     prefixed = [name for name in found if name.startswith("model.") and name.removeprefix("model.") in expected]
     if prefixed:
@@ -160,8 +154,7 @@ def check_tensors(files: Files) -> Iterator[Finding]:
             outcomes,
         )
         found = {name.removeprefix("model."): shape for name, shape in found.items()}
-    biases = _bias_shapes(files).keys()
-    missing = sorted(expected.keys() - found.keys() - biases)
+    missing = sorted(expected.keys() - found.keys() - biases.keys())
     if missing:
         yield Finding(
             "tensor-missing",
@@ -169,7 +162,7 @@ def check_tensors(files: Files) -> Iterator[Finding]:
             f"{_some(missing)}: nobody checks; the engines decode with whatever stands in memory or with fresh weights",
             everybody("differs"),
         )
-    yield from _biases(sorted(biases), sorted(biases - found.keys()))
+    yield from _biases(sorted(biases), sorted(biases.keys() - found.keys()))
     own = TARGET_OWNED if is_speculators(files.config) else frozenset()
     extra = sorted(found.keys() - expected.keys() - own)
     if extra:
@@ -403,9 +396,9 @@ def check_ignored(files: Files) -> Iterator[Finding]:
     if is_speculators(files.config):
         return
     for name in sorted(dflash.keys() & _READ_BY.keys()):
-        deaf = [ENGINES[engine].name for engine in ENGINES if engine not in _READ_BY[name]]
-        if deaf:
-            yield Finding("field-ignored", "info", f"dflash_config.{name} is ignored by {', '.join(deaf)}")
+        others = [ENGINES[engine].name for engine in ENGINES if engine not in _READ_BY[name]]
+        if others:
+            yield Finding("field-ignored", "info", f"dflash_config.{name} is ignored by {', '.join(others)}")
 
 
 def check_target(files: Files, target: TargetFacts) -> Iterator[Finding]:

@@ -23,9 +23,6 @@ _SLOWED = {
 }
 
 
-JUST_BEGUN = "the run has just begun"  # why memory is volatile at the first look, which proves nothing
-
-
 class DeviceProbe:
     """Samples the cards of a machine.
 

@@ -26,7 +26,6 @@ from statistics import mean, median
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.observe.devices import JUST_BEGUN
 from draftsmith.observe.events import EventLog
 from draftsmith.observe.live import short_count
 from draftsmith.observe.shape import read_record
@@ -222,8 +221,8 @@ def _device_causes(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         if other and retries > 0:
             yield f"{name} is short of memory: the allocator gave memory back and asked again {retries} times since"
         volatile, volatile_then = device.get("volatility"), other.get("volatility")
-        because = device.get("volatile_because") or JUST_BEGUN
-        if volatile is None or volatile_then is None or because == JUST_BEGUN:
+        because = device.get("volatile_because")  # none at the first look, which proves nothing
+        if volatile is None or volatile_then is None or not because:
             continue
         if volatile > volatile_then + MORE_VOLATILE:
             yield f"memory on {name} is {volatile:.0%} volatile, {volatile_then:.0%} then ({because})"

@@ -7,13 +7,13 @@ the run before, and where everything came from. Read from the run's folder alone
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.observe.aside import written_aside
 from draftsmith.observe.figures import figures_of
 from draftsmith.observe.history import History, flatten, names_of, previous_run, read_history
 from draftsmith.observe.live import short_count, short_time
@@ -39,11 +39,10 @@ def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
     states = [read_status(folder) for folder in folders]
     text = make_report(runs, states)
     path = Path(output)
-    aside = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8", errors="replace")  # names of folders need not be UTF-8
-        os.replace(aside, path)
+        with written_aside(path, errors="replace") as file:  # names of folders need not be UTF-8
+            file.write(text)
     except OSError as error:
         raise UserError(
             f"the report cannot be written: {error.strerror or error}",

@@ -17,6 +17,7 @@ from typing import Any
 import draftsmith
 from draftsmith.config import RunConfig
 from draftsmith.errors import UserError
+from draftsmith.observe.aside import asides, written_aside
 from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
 
 _RUN_FILE = "run.json"
@@ -130,7 +131,7 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
     if _RUN_FILE not in content:
         if resume:
             raise UserError("no run here to resume", where=where, fix="start it without --resume")
-        if content - _PREPARED - {LOCK_FILE, f"{_RUN_FILE}.new"}:
+        if content - _PREPARED - {LOCK_FILE, *(each.name for each in asides(path / _RUN_FILE))}:
             raise UserError("is not empty and holds no run", where=where, fix=_OTHER_OUTPUT)
         return
     there = _read_run_file(path)
@@ -166,12 +167,10 @@ def _write_run_file(path: Path, config: RunConfig) -> None:
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "config": config.model_dump(mode="json"),
     }
-    aside = path / f"{_RUN_FILE}.new"
-    with open(aside, "w", encoding="utf-8") as file:
+    for left in asides(path / _RUN_FILE):  # by one that was killed: we hold the lock
+        left.unlink()
+    with written_aside(path / _RUN_FILE) as file:
         json.dump(content, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path / _RUN_FILE)
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:

@@ -233,25 +233,38 @@ class Content(TypedDict, total=False):
     history_every: Annotated[Whole, Field(gt=0)]
 
 
-class Summary(Event, total=False):
+class SummaryFields(Event, total=False):
     content: Required[Content]
 
 
-class RunConfig(TypedDict, total=False):
+class RunConfigFields(TypedDict, total=False):
     training: dict | None
 
 
 class RunFile(TypedDict, total=False):
-    config: RunConfig | None
+    config: RunConfigFields | None
 
 
 class ResolvedFile(TypedDict, total=False):
     data: dict | None
 
 
+class Machine(TypedDict, total=False):
+    environment: Required[dict[str, str]]  # variables
+
+
+class Commit(TypedDict, total=False):
+    id: Required[str]
+    changes: str  # hash of what was not committed
+    untracked: list[str]
+
+
 class EnvironmentFile(TypedDict, total=False):
-    machine: dict | None
-    packages: dict | None
+    draftsmith: Required[str]
+    sources: str
+    machine: Required[Machine]
+    packages: Required[dict[str, str]]
+    commit: Commit | None
 
 
 class LedgerFile(TypedDict, total=False):
@@ -267,6 +280,7 @@ def _check(shape: Any) -> Check:
 
 
 quantity = _check(Quantity)
+ENVIRONMENT = TypeAdapter(EnvironmentFile)
 _EVENT = _check(Event)
 EVENTS: dict[str, Check] = {
     "plan": _check(Lines),
@@ -285,13 +299,13 @@ EVENTS: dict[str, Check] = {
     "error": _check(Message),
     "notice": _check(Message),
     "end": _EVENT,
-    "summary": _check(Summary),
+    "summary": _check(SummaryFields),
 }
 _DICT = _check(dict)
 FILES: dict[str, Check] = {
     "run.json": _check(RunFile),
     "resolved.json": _check(ResolvedFile),
-    "environment.json": _check(EnvironmentFile),
+    "environment.json": ENVIRONMENT.validator.isinstance_python,
     "ledger.json": _check(LedgerFile),
 }
 

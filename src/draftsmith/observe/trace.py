@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.observe.aside import written_aside
 from draftsmith.observe.events import read_events
 from draftsmith.observe.summary import MALFORMED, Event, number
 
@@ -51,14 +51,12 @@ def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dic
     count = {name: sum(event["ph"] in kinds for event in events) for name, kinds in _COUNTED.items()}
     if not count["slices"]:
         raise UserError("no row of work to trace", where=str(path))
-    aside = place.with_name(f".{place.name}.new")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
+        with written_aside(place, errors="replace") as file:  # a log may hold halves of letters
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             file.write(",\n".join(json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events))
             file.write("\n]}\n")
-        os.replace(aside, place)
     except OSError as error:
         raise UserError(
             f"the trace cannot be written: {error.strerror or error}",

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, Listener
 from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compiling import (
+    ELSEWHERE,
     Compiling,
     TargetLayers,
     cache_folder,
@@ -45,6 +45,7 @@ from draftsmith.pipeline.compiling import (
     uses,
 )
 from draftsmith.pipeline.lowering import lower_target
+from draftsmith.pipeline.parent import end_with
 from draftsmith.pipeline.plan import Plan, make_plan
 from draftsmith.pipeline.proof import make_sample, warm_step
 from draftsmith.pipeline.signals import listening
@@ -125,7 +126,8 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
         folder, seconds of the filling and of the loading process's warm-up, bytes by kind, the coverage line.
 
     Raises:
-        UserError: the cache cannot be written, a process fails, or the second one compiles something.
+        UserError: the cache cannot be written, or replaced because another process uses it; a process fails, or the
+            second one compiles something.
         KeyboardInterrupt: interrupted or terminated; the process that compiles has ended and its folders are removed.
     """
     with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
@@ -135,12 +137,15 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
             raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
         place = cache_folder(plan)
         root = cache.root_folder()
-        with cache_refusals():
+        with cache_refusals(fix=ELSEWHERE):
             cache.make_writable(root)
-            for abandoned in cache.remove_abandoned():
-                tell(f"removed {abandoned.name}, which a process that has ended left unfinished")
-        filling, checking = (cache.make_aside(root, what) for what in ("filling", "checking"))
-        try:
+        with cache_refusals():
+            for line in cache.remove_abandoned():
+                tell(line)
+            cache.check_unused(place)
+        with cache.room(root, "filling") as room:
+            filling, checking = room / "filling", room / "checking"
+            filling.mkdir(mode=0o700)
             tell("filling an empty cache")
             cold = _in_process(short, filling, Path(scratch))
             # Under another name: nothing in it may depend on where it lies.
@@ -159,9 +164,6 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
             with cache_refusals():
                 cache.write_manifest(checking, machine_facts(), named)
                 cache.swap_in(checking, place)
-        finally:
-            for leftover in (filling, checking):
-                shutil.rmtree(leftover, ignore_errors=True)
         return {
             "folder": str(place),
             "cold_seconds": cold["warm_up_seconds"],
@@ -174,7 +176,6 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
 
 def show(config: RunConfig | None = None) -> dict[str, Any]:
     """Size by kind of every cache that matters here, what made it, whether it fits; with a config, what it lacks."""
-    machine = json.loads(json.dumps(machine_facts()))
     places = [path for path, _ in cache.own_caches()]
     inductor = cache.inductor_folder()
     if inductor not in places:
@@ -182,7 +183,7 @@ def show(config: RunConfig | None = None) -> dict[str, Any]:
     found = []
     for place in places:
         manifest = cache.read_manifest(place)
-        differing = None if manifest is None else cache.differences(manifest["machine"], machine)
+        differing = None if manifest is None else cache.differences(manifest["machine"], machine_facts())
         found.append(
             {
                 "folder": str(place),
@@ -199,8 +200,7 @@ def show(config: RunConfig | None = None) -> dict[str, Any]:
         "extensions": {"folder": str(extensions), "bytes": sum(cache.sizes(extensions).values())},
     }
     if config is not None:
-        with tempfile.TemporaryDirectory(prefix="draftsmith-show-") as scratch:
-            plan = make_plan(_short_data(config, Path(scratch)))
+        plan = plan_of(config)
         if plan.compiled:
             place = cache_folder(plan)
             covered = cache.coverage(place, needs(plan))
@@ -252,8 +252,7 @@ def _random_head(plan: Plan) -> TargetHead:
 def _short_data(config: RunConfig, scratch: Path) -> RunConfig:
     """The config with the head of its data only."""
     head = scratch / "head.jsonl"
-    if not head.exists():
-        write_head(config.data.train, DATA_LINES, head)
+    write_head(config.data.train, DATA_LINES, head)
     data = config.data.model_copy(update={"train": (str(head),), "held_out": ()})
     return config.model_copy(update={"data": data})
 
@@ -318,7 +317,5 @@ def _child(given: Path, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    from draftsmith.pipeline.decoder_process import end_with
-
     end_with(int(sys.argv[3]))
     _child(Path(sys.argv[1]), Path(sys.argv[2]))

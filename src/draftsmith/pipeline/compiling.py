@@ -62,6 +62,7 @@ FLASH_KERNEL = r"flash"
 PACKED_KINDS = {FULL, SLIDING}
 FP8_SLACK = 2  # a bf16 rounding that differs can move a value to the next fp8 number
 SOURCES = Path(draftsmith.__file__).parent
+ELSEWHERE = "set DRAFTSMITH_CACHE_DIR to a folder that you may write"
 PACKAGES = ("blocks", "drafter", "objective", "target", "training")  # what they hold decides what is compiled
 
 
@@ -257,12 +258,9 @@ class Compiling:
         """After the last turn: seal the gate, show the ledger, and note in the cache what it now holds."""
         self.warm.finish(self.plan.config.compile.on_recompile)
         self._show()
-        own = cache_folder(self.plan)
-        if cache.inductor_folder() == own and cache.coverage(own, needs(self.plan)).missing:
-            try:
-                cache.write_manifest(own, self.ledger.machine, uses(self.plan, self.ledger))
-            except OSError as error:  # the run has compiled what it needs, and goes on
-                self.log.write("notice", text=f"what the compile cache holds could not be noted in it: {error}")
+        failure = note_in_cache(self.plan, self.ledger)
+        if failure:  # the run has compiled what it needs, and goes on
+            self.log.write("notice", text=failure)
 
     @contextlib.contextmanager
     def around(self, index: int, update: int) -> Iterator[None]:
@@ -389,6 +387,18 @@ def cache_folder(plan: Plan) -> Path:
     return cache.root_folder() / hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def note_in_cache(plan: Plan, ledger: Ledger) -> str:
+    """Write into Draftsmith's own cache what it holds now, if this run filled it; why that failed, or ""."""
+    own = cache_folder(plan)
+    if cache.inductor_folder() != own or not cache.coverage(own, needs(plan)).missing:
+        return ""
+    try:
+        cache.write_manifest(own, ledger.machine, uses(plan, ledger))
+    except OSError as error:
+        return f"what the compile cache holds could not be noted in it: {error}"
+    return ""
+
+
 def check_cache(plan: Plan) -> None:
     """Whether what this plan compiles could be kept.
 
@@ -399,19 +409,21 @@ def check_cache(plan: Plan) -> None:
     """
     folder = cache_folder(plan)
     if plan.compiled and cache.may_choose() and not folder.is_dir():
-        with cache_refusals():
+        with cache_refusals(fix=ELSEWHERE):
             cache.make_writable(folder.parent)
 
 
 @contextlib.contextmanager
-def cache_refusals() -> Iterator[None]:
-    """Turns a place of Draftsmith's caches that cannot be read or written into the user's error."""
+def cache_refusals(fix: str = "") -> Iterator[None]:
+    """Turns what Draftsmith's caches refuse, or a place of them that cannot be read or written, into the user's error.
+
+    Args:
+        fix: what to do about it, where the message does not say.
+    """
     try:
         yield
     except (cache.CacheRefused, OSError) as error:
-        raise UserError(
-            str(error), where="compile cache", fix="set DRAFTSMITH_CACHE_DIR to a folder that you may write"
-        ) from error
+        raise UserError(str(error), where="compile cache", fix=fix) from error
 
 
 def make_regions(plan: Plan, index: int, model: DraftModel, gate: Gate) -> tuple[Callable[..., Tensor], Region]:

@@ -1,4 +1,5 @@
-"""The process that decodes held-out prompts while a run trains: `python -m draftsmith.pipeline.decoder_process`.
+"""The process that decodes held-out prompts while a run trains: `python -m draftsmith.pipeline.decoder_process PID`,
+with the number of the run's process.
 
 It reads JSON lines: first what to decode with (target, prompts, lengths), then one checkpoint after another, and
 answers each with the figures of that checkpoint. It ends when its input does, and in the middle of an answer when the
@@ -22,7 +23,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +34,12 @@ import torch
 from draftsmith.config import TargetConfig
 from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import encode_prompts, read_prompts
+from draftsmith.decode.rounds import room_for_answer
 from draftsmith.decode.speculative import DrafterProposer, decode
 from draftsmith.decode.walk import accepted_from_every_token, answer_row
 from draftsmith.drafter import DraftModel, load_drafter
 from draftsmith.errors import UserError
+from draftsmith.pipeline.parent import end_with
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
 
@@ -94,8 +96,8 @@ def compare(
     proposer = DrafterProposer(drafter, head)
     decoded, walked, agreeing, too_long = Rounds(), Rounds(), 0, 0
     for prompt in prompts:
-        room = min(max_new_tokens, target.geometry.max_position_embeddings - len(prompt))
-        if room < 1:
+        room = room_for_answer(target, prompt, max_new_tokens)
+        if not room:
             too_long += 1
             continue
         answer = decode(target, prompt, proposer, max_new_tokens=room, stop_ids=stops)
@@ -152,23 +154,8 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         print(json.dumps({"step": request["step"], **result}), file=answers, flush=True)
 
 
-def end_with(parent: int, every: float = 0.5) -> None:
-    """Ends this process, whatever it is doing, within `every` seconds of its parent's end.
-
-    A run that is killed cannot say so, and its end of the pipe is looked at only between two checkpoints: until then
-    the GPU memory would be missing to the run that goes on.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:  # an orphan has another parent
-            time.sleep(every)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 if __name__ == "__main__":
-    end_with(os.getppid())
+    end_with(int(sys.argv[1]))
     # Answers have the standard output for themselves: whatever libraries print goes where errors go.
     own_output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -217,7 +217,7 @@ class HeldOut:
 
 def _start(setting: dict[str, Any], errors: IO[bytes]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith.pipeline.decoder_process"],
+        [sys.executable, "-m", "draftsmith.pipeline.decoder_process", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,

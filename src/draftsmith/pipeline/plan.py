@@ -189,7 +189,7 @@ def make_plan(
     spec = spec or resolve_spec(config.drafter, geometry, mask.id)
 
     notices += beyond_positions(config.rows.length, corpus.report, geometry)
-    attention, compiled = _attention(config, spec, on_cuda, notices)
+    attention, compiled = resolve_attention(config, spec.block_size, on_cuda, notices)
     sequence = replace(_sequence(config, corpus, overfit, notices), rank=rank, ranks=ranks)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in DraftModel(spec).parameters())
@@ -307,8 +307,18 @@ def read_spec_to_start_from(config: RunConfig, geometry: TargetGeometry, notices
     return spec
 
 
-def _attention(config: RunConfig, spec: DrafterSpec, on_cuda: bool, notices: list[str]) -> tuple[str, bool]:
-    """Names the attention path and whether it is compiled; on CUDA a dense path has to be asked for."""
+def resolve_attention(config: RunConfig, block_size: int, on_cuda: bool, notices: list[str]) -> tuple[str, bool]:
+    """Names the attention path and whether it is compiled; on CUDA a dense path has to be asked for.
+
+    Args:
+        config: the run.
+        block_size: of the drafter, which `drafter.init` decides before the config.
+        on_cuda: whether all drafters are on GPUs.
+        notices: gets what is dense, one line.
+
+    Raises:
+        UserError: the path that is asked for cannot be taken.
+    """
     attention = config.drafter.attention
     if attention == "auto":
         attention = "flex" if on_cuda else "dense"
@@ -322,7 +332,7 @@ def _attention(config: RunConfig, spec: DrafterSpec, on_cuda: bool, notices: lis
             raise UserError(
                 "flex attention cannot learn on CPU", where="drafter.attention", fix="set it to dense or auto"
             )
-        queries = config.rows.anchors * spec.block_size
+        queries = config.rows.anchors * block_size
         for name, value in (("rows.length", config.rows.length), ("rows.anchors x block_size", queries)):
             if value % 128:
                 raise UserError(

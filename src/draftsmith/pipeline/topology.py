@@ -159,8 +159,19 @@ def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
     return free[0] if free and topology.targets[0].type == "cuda" else topology.targets[0]
 
 
-def parse_device(name: str) -> torch.device:
-    """A device that exists here, "cpu" or "cuda:N".
+def place_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """What --device and the name of a dtype mean here; "auto": the first GPU if there is one, and bfloat16 there.
+
+    Raises:
+        UserError: no such device.
+    """
+    place = parse_device(("cuda:0" if _gpus() else "cpu") if device == "auto" else device, where="--device")
+    name = ("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype
+    return place, getattr(torch, name)
+
+
+def parse_device(name: str, where: str = "pipeline") -> torch.device:
+    """A device that exists here, "cpu" or "cuda:N"; `where` it is named, for the error.
 
     Raises:
         UserError: it does not, or is of a kind that is not supported.
@@ -168,16 +179,16 @@ def parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"{name!r} is not a device", where="pipeline", fix="use cpu, cuda:0, cuda:1, ...") from None
+        raise UserError(f"{name!r} is not a device", where=where, fix="use cpu, cuda:0, cuda:1, ...") from None
     if device.type == "cuda":
         own = _gpus()
         index = device.index or 0
         if index >= len(own):
             have = f"cuda:0 to cuda:{len(own) - 1}" if own else "no CUDA device"
-            raise UserError(f"{name!r} does not exist: this machine has {have}", where="pipeline")
+            raise UserError(f"{name!r} does not exist: this machine has {have}", where=where)
         return own[index]
     if device.type != "cpu":
-        raise UserError(f"{name!r} is not supported", where="pipeline", fix="use cpu or cuda:N")
+        raise UserError(f"{name!r} is not supported", where=where, fix="use cpu or cuda:N")
     if device.index:
-        raise UserError(f"{name!r} does not exist: all cores are one device", where="pipeline", fix="use cpu")
+        raise UserError(f"{name!r} does not exist: all cores are one device", where=where, fix="use cpu")
     return torch.device("cpu")  # "cpu:0" is another to torch, and the same to everybody else

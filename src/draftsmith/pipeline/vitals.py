@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.observe.devices import JUST_BEGUN, DeviceProbe, host_facts
+from draftsmith.observe.devices import DeviceProbe, host_facts
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import Balance
 from draftsmith.pipeline.clock import WorkerClock
@@ -202,8 +202,8 @@ class _Memory:
             "retries": counters.get("num_alloc_retries", 0),
             "volatility": round(volatility, 4),
         }
-        if volatility >= VOLATILE:
-            facts["volatile_because"] = JUST_BEGUN if first else volatile_because(change)
+        if volatility >= VOLATILE and not first:  # a run that has just begun fills its memory: no cause to name
+            facts["volatile_because"] = volatile_because(change)
         return facts
 
 
