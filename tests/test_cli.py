@@ -288,6 +288,16 @@ def raising(error: BaseException) -> Any:
     return train
 
 
+def test_a_cache_folder_that_torch_cannot_make_is_one_line() -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/proc/no/such"}
+    for arguments in (["doctor"], ["eval", "x", "--target", "demo", "--prompts", __file__]):
+        command = [sys.executable, "-m", "draftsmith", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("draftsmith: TORCHINDUCTOR_CACHE_DIR=/proc/no")
+        assert done.stderr.count("\n") == 1
+
+
 def test_scripts_end_as_commands_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/one.py"])
     for main, code, line in (

@@ -103,6 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stdout = None  # type: ignore[assignment]
         return 0
+    except OSError as error:
+        if not _is_inductors(error):
+            raise
+        where, why = f"TORCHINDUCTOR_CACHE_DIR={error.filename}", error.strerror
+        return _refuse(f"{where}: torch cannot make that folder: {why} (name one that you may write, or none)")
 
 
 @app.command()
@@ -419,6 +424,12 @@ def _print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def _is_inductors(error: OSError) -> bool:
+    """Whether torch failed to make the cache folder that the environment names, which it does while it is imported."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    return named != "" and isinstance(error.filename, str) and Path(named).is_relative_to(error.filename)
 
 
 def _another_finds_it() -> bool:
