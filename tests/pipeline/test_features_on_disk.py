@@ -14,6 +14,7 @@ from draftsmith.cli import main
 from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.errors import UserError
+from draftsmith.pipeline import assemble
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.features import (
     Wanted,
@@ -106,7 +107,7 @@ def test_training_learns_the_same(
     def no_target(*_: object, **__: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(run_module, "load_target", no_target)
+    monkeypatch.setattr(assemble, "load_target", no_target)
     reading = tiny_run("stored", training={"steps": 6}, target={"features": str(tmp_path / "features")})
     stored = run_module.train(reading)
     assert stored.losses == pytest.approx(online.losses, rel=close)
