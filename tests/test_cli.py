@@ -63,10 +63,30 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["init"], "Missing argument 'TARGET'"),
         (["init", "target"], "Missing argument 'DATA'"),
         (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["bench", "step", "--geometry", "tini"], "--geometry: 'tini' is not a geometry (use one of"),
+        (["doctor", "--restore", "r", "--against", "r"], "are asked one at a time"),
+        (["doctor", "--restore", "nowhere"], "nowhere: no such run folder"),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("temperature", ["1e-40", "inf", "nan", "-1"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval d --target t --prompts p",
+        "chat d --target t",
+        "bench decode d --target t --prompts p",
+        "data generate o --target t --invent 3",
+        "data regenerate o p --target t",
+    ],
+)
+def test_a_temperature_that_cannot_be_sampled_with(
+    capsys: pytest.CaptureFixture[str], command: str, temperature: str
+) -> None:
+    assert "Invalid value for '--temperature'" in refused(capsys, *command.split(), "--temperature", temperature)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +111,8 @@ def test_missing_files(capsys: pytest.CaptureFixture[str], config: str, tmp_path
         capsys, "data", "generate", str(tmp_path / "o"), "--target", "t", "--prompts", prompts
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]
+    folder = refused(capsys, "eval", "d", "--target", "t", "--prompts", str(tmp_path))
+    assert f"{tmp_path}: is a folder, not a prompt file (give a file of prompts" in folder
 
 
 @pytest.mark.parametrize(
@@ -202,6 +224,35 @@ def test_help_is_fine_and_loads_nothing_heavy() -> None:
     assert "data" in result.stdout
 
 
+def test_what_is_wrong_with_a_command_line_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG)
+    wrong = [
+        *("data check nope.yaml", "data prepare nope.yaml", "data preview nope.yaml", "data features nope.yaml o"),
+        *(f"compile {command} nope.yaml" for command in ("warm", "prove", "cache show", "cache verify")),
+        *("compile cache pack nope.yaml c.tar.gz", f"compile cache unpack {config} nope.tar.gz"),
+        *("doctor nope.yaml", "doctor --restore nope", "doctor --against nope", "doctor --restore r --against r"),
+        *("eval d --target t --prompts nope", f"eval d --target t --prompts {tmp_path}"),
+        *("eval d --target t --prompts p --top-k 4", "chat d --target t --top-k 4"),
+        *("data generate o --target t --prompts p --invent 3", "data generate o --target t --prompts nope"),
+        f"data generate o --target t --prompts {config} --exclude nope",
+        *("data regenerate o p", "data regenerate o p --server http://s --extra nope"),
+        *("bench step --geometry tini", "bench decode d --target t --prompts gsm8k=nope"),
+        f"data check {config} --incidents {config}",
+    ]
+    code = (
+        "import sys; from draftsmith.cli import main\n"
+        "for command in sys.argv[1:]:\n"
+        "    code = main(command.split())\n"
+        "    if code != 2 or 'torch' in sys.modules: sys.exit(f'{command}: {code}')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *wrong], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("\n") == len(wrong)
+
+
 def test_both_names_of_the_command() -> None:
     for command in ([sys.executable, "-m", "draftsmith"], [str(Path(sys.executable).with_name("draftsmith"))]):
         result = subprocess.run([*command, "version", "--json"], capture_output=True, text=True, check=True)
@@ -241,7 +292,7 @@ def test_json_is_alone_on_stdout(
 
 def training_result(**changes: Any) -> types.SimpleNamespace:
     fields = {"reason": "all steps done", "step": 20, "loss": 1.5, "tau_proxy": 2.25, "checkpoint": Path("runs/a/20")}
-    result = types.SimpleNamespace(**{**fields, "losses": [1.5], "succeeded": True, "rank": 0, **changes})
+    result = types.SimpleNamespace(**{**fields, "steps": 20, "losses": [1.5], "succeeded": True, "rank": 0, **changes})
     result.to_json = lambda: {"step": result.step}
     return result
 
@@ -270,6 +321,24 @@ def test_train_exit_codes(
     assert f"{changes.get('reason', 'all steps done')} at step 20: loss 1.500, τ proxy 2.25" in out
     assert ("NO: one row was not learned" in out) == (code == 1)
     assert err == "step 1/20 · loss 3.000\n"
+
+
+@pytest.mark.parametrize(("reason", "code"), [("time limit", 1), ("interrupted", 130), ("terminated", 143)])
+def test_an_overfit_run_that_was_stopped_has_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str, reason: str, code: int
+) -> None:
+    stopped = training_result(succeeded=False, reason=reason, step=19, steps=500)
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=lambda *_, **__: stopped)
+    assert cli.main(["train", config, "--overfit"]) == code
+    out = capsys.readouterr().out
+    assert out.endswith("no verdict: stopped at step 19 of 500\n")
+    assert "NO" not in out
+
+
+def test_an_overfit_run_is_not_resumed(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    text = refused(capsys, "train", config, "--overfit", "--resume")
+    assert "--overfit begins anew each time" in text
+    assert "--resume would do nothing" in text
 
 
 def test_a_run_with_nothing_left_to_do_has_no_figures(

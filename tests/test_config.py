@@ -88,6 +88,11 @@ def test_a_word_that_the_field_does_not_know_stays_wrong(tmp_path: Path) -> None
         ("target: [", "run.yaml:2: not valid YAML"),
         ("target: {path: demo}\n\tdata: x", "run.yaml:2: not valid YAML"),
         ("target: {path: demo}\n", "key 'data' is missing"),
+        (TEXT + "rows: {length: 64}\nrows: {anchors: 3}", "run.yaml:4: not valid YAML: 'rows' occurs twice, first in"),
+        (
+            TEXT + "rows:\n  anchors: 3\n  anchors: 4",
+            "run.yaml:5: not valid YAML: 'anchors' occurs twice, first in line 4",
+        ),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
@@ -96,10 +101,35 @@ def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_key_may_stand_where_a_merged_section_has_it_too(tmp_path: Path) -> None:
+    merged = "data: {train: a, template_options: {x: &x {k: 1, l: 2}, y: {<<: *x, k: 3}}}\ntarget: {path: demo}\n"
+    assert load_config(write(tmp_path, merged)).data.template_options["y"] == {"k": 3, "l": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (TEXT, ["training.steps=six"], "command line: training.steps: Input should be a valid integer"),
+        (TEXT, ["training.step=6"], "command line: unknown key 'training.step' (did you mean 'steps'?)"),
+        (TEXT, ["trainin.steps=6"], "command line: unknown key 'trainin' (did you mean 'training'?)"),
+        (TEXT, ["data.train=[{pth: a}]"], "command line: unknown key 'data.train.0.pth'"),
+        (TEXT, ["data.train=[{path: a, path: b}]"], "command line: the value of 'data.train' is not valid YAML"),
+        (TEXT, ["rows.length=64"], "command line: rows: anchors is 512, but a row of 64"),
+        (TEXT + "rows: {length: six}\n", ["rows.length=seven"], "command line: rows.length: Input should be a valid"),
+        (TEXT + "rows: {length: six}\n", ["training.steps=3"], "run.yaml: rows.length: Input should be a valid"),
+        (TEXT + "rows: {length: 64}\n", ["training.steps=3"], "run.yaml: rows: anchors is 512, but a row of 64"),
+    ],
+)
+def test_whose_fault_it_is(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.yaml: no such config file \(draftsmith init writes one\)"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r": is a folder, not a config file \(draftsmith init writes one\)"):
         load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("target: ä".encode("latin-1"))
     with pytest.raises(UserError, match="cannot be read"):
@@ -142,6 +172,19 @@ def test_an_unknown_key_names_the_nearest(section: str, key: str, nearest: str |
         assert f"did you mean '{nearest}'?" in message
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"train": [{"pth": "a"}]}}, "run.yaml: unknown key 'data.train.0.pth' (did you mean 'path'?)"),
+        ({"data": {"train": {"pth": "a"}}}, "run.yaml: unknown key 'data.train.pth' (did you mean 'path'?)"),
+        ({"anchors": {"per_document": {"flor": 1}}}, "'anchors.per_document.flor' (did you mean 'floor'?)"),
+        ({"target": {"pth": "demo"}}, "run.yaml: unknown key 'target.pth' (did you mean 'path'?)"),
+    ],
+)
+def test_a_misspelt_key_is_named_and_not_the_one_that_is_missing_for_it(sections: Any, message: str) -> None:
+    assert problem({**MINIMAL, **sections}).endswith(message)
+
+
 def test_an_unknown_section_names_the_nearest() -> None:
     assert "unknown key 'draft' (did you mean 'drafter'?)" in problem({**MINIMAL, "draft": {}})
 
@@ -179,7 +222,24 @@ def test_every_wrong_key_is_counted() -> None:
             "data.held_out_share: Input should be less than or equal to 0.5",
         ),
         ("data", {"train": {"a": 1}}, "data.train"),
-        ("data", {"train": []}, "data.train: Input should have at least one entry"),
+        ("data", {"train": []}, "data.train is empty (name a file, folder or dataset)"),
+        ("data", {"train": None}, "data.train is empty (name a file, folder or dataset)"),
+        ("data", {"train": ""}, "data.train is empty (name a file, folder or dataset)"),
+        ("data", {"train": "a", "held_out": None}, "data.held_out is empty (name a file, folder or dataset)"),
+        ("data", {"train": ["a", None]}, "run.yaml: data.train.1: Input should be a path, or a section with one"),
+        ("data", {"train": ["a", ""]}, "run.yaml: data.train.1: Input should not be empty"),
+        ("data", {"train": {"path": "a", "weight": 0}}, "run.yaml: data.train.weight: Input should be greater than 0"),
+        ("rows", {"length": 512, "anchors": 512}, "rows: anchors is 512, but a row of 512 tokens has at most 511"),
+        ("training", {"steps": True}, "training.steps: Input should be a number, not true"),
+        ("drafter", {"layers": True}, "drafter.layers: Input should be a number, not true"),
+        ("drafter", {"taps": [1, False]}, "drafter.taps: Input should be a number, not false"),
+        ("rows", {"anchors": True}, "rows.anchors: Input should be a number, not true"),
+        ("objective", {"gamma": True}, "objective.gamma: Input should be a number, not true"),
+        ("objective", {"chunk": True}, "objective.chunk: Input should be a number, not true"),
+        ("objective", {"chunk": 0}, "objective.chunk: Input should be greater than or equal to 1 or 'auto'"),
+        ("optimizer", {"betas": [True, 0.9]}, "optimizer.betas: Input should be a number, not true"),
+        ("anchors", {"per_document": {"floor": True}}, "anchors.per_document.floor: Input should be a number, not"),
+        ("data", {"train": [{"path": "a", "weight": True}]}, "data.train.0.weight: Input should be a number, not true"),
         ("optimizer", {"lr": 0}, "optimizer.lr: Input should be greater than 0"),
         ("optimizer", {"lr": float("inf")}, "optimizer.lr: Input should be a finite number"),
         ("optimizer", {"betas": [1.5, 0.9]}, "optimizer.betas.0: Input should be less than 1"),

@@ -259,6 +259,13 @@ def test_a_gpu_that_is_not_there_is_bad(tiny_run):
     assert (gpu.level, healthy(findings)) == ("bad", False)
 
 
+def test_a_folder_that_is_no_run_is_named_in_full(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for option in ("--against", "--restore"):
+        assert main(["doctor", option, "."]) == 2
+        assert f"{tmp_path.resolve()}: no record of an environment here" in capsys.readouterr().err
+
+
 def test_against_and_restore(tmp_path):
     record = environment_record()
     (tmp_path / "environment.json").write_text(json.dumps(record, default=str))

@@ -2,8 +2,8 @@
 
 Exit codes: 0 fine, 1 "no" to what was asked (not lossless, the overfit check did not fit), 2 wrong input, 130
 interrupted, 143 ended by SIGTERM. People's text goes to stdout, progress to stderr; with `--json`, one JSON object goes
-to stdout and everything else to stderr. What a command needs is imported when it runs, so that `--help` does not wait
-for torch.
+to stdout and everything else to stderr. What a command needs is imported when it runs and its arguments are checked, so
+that neither `--help` nor a slip of the pen waits for torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,12 +32,17 @@ from draftsmith.cli_options import (
     DTypeName,
     GgufFile,
     Json,
+    OutputLost,
     Seed,
     TargetPath,
     Temperature,
     TopK,
     TopP,
     TrustRemoteCode,
+    let_go,
+    need_prompts,
+    put,
+    reader_left,
     refuse_given,
     tell,
     telling,
@@ -56,12 +62,31 @@ class _Interrupted(Exception):
     """Carries a KeyboardInterrupt, its cause, past typer, which makes an exit code of it and says nothing."""
 
 
+class _Closed(Exception):
+    """Carries a BrokenPipeError, its cause, past typer, which ends the process with code 1 and says nothing."""
+
+
 class _Commands(typer.core.TyperGroup):
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _past_typer():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            raise _Interrupted from interrupt
+        with _past_typer():
+            code = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where it may fail; at exit it would only be complained about
+            return code
+
+
+@contextlib.contextmanager
+def _past_typer() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _Interrupted from interrupt
+    except BrokenPipeError as closed:
+        raise _Closed from closed
 
 
 app = typer.Typer(
@@ -100,10 +125,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _say_who_ended_it(error.__cause__)
     except (KeyboardInterrupt, typer.Abort) as error:
         return _say_who_ended_it(error)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stdout = None  # type: ignore[assignment]
+    except _Closed:
+        if not reader_left(sys.stdout) or reader_left(sys.stderr):  # another pipe, or the work's progress
+            raise
+        let_go(sys.stdout)  # the reader of our output has seen enough
         return 0
     except OSError as error:
+        if error.filename is None and _output_fails():
+            return _refuse(str(OutputLost(error)))
         if not _is_inductors(error):
             raise
         where, why = f"TORCHINDUCTOR_CACHE_DIR={error.filename}", error.strerror
@@ -156,13 +185,16 @@ def train(
     json_: Json = False,
 ) -> int:
     """Train a drafter."""
-    from draftsmith.pipeline.signals import ignore_user_signal
+    from draftsmith.pipeline.signals import starting
 
-    ignore_user_signal()  # before torch is imported, which takes seconds
+    # Before torch is imported, which takes seconds.
+    ctx.with_resource(starting(ranks=os.environ.get("WORLD_SIZE", "1") != "1"))
     from draftsmith.config import load_config
 
     if plan:
         refuse_given(ctx, ("resume", "overfit", "max_minutes"), "--plan only plans")
+    if overfit:
+        refuse_given(ctx, ("resume",), "--overfit begins anew each time, in a folder of its own")
     try:
         run = load_config(config, overrides)
     except UserError as error:
@@ -194,7 +226,10 @@ def train(
             leave_soon()
             raise
         if result.rank == 0:
-            report(_training_lines(result), result.to_json())
+            try:
+                report(_training_lines(result), result.to_json())
+            except OutputLost as lost:  # the run is over and saved: its own code says how it went
+                _refuse(str(lost))
     if result.reason in ("interrupted", "terminated"):
         return 130 if result.reason == "interrupted" else 143
     return 0 if result.succeeded else 1
@@ -224,14 +259,15 @@ def evaluate_drafter(
     json_: Json = False,
 ) -> int:
     """Decode prompts with a drafter and without: acceptance length, losslessness, speed-up."""
-    from draftsmith.decode.prompts import later_turns, prompts_digest, read_prompts
-    from draftsmith.observe.live import LiveLine
-
     if parity:
         idle = ("temperature", "top_k", "top_p", "seed", "block_size", "compile")
         refuse_given(ctx, idle, "--parity compares greedy answers in eager rounds of whole blocks")
     elif not temperature:
         refuse_given(ctx, ("top_k", "top_p", "seed"), "without --temperature nothing is sampled")
+    need_prompts(prompts)
+    from draftsmith.decode.prompts import later_turns, prompts_digest, read_prompts
+    from draftsmith.observe.live import LiveLine
+
     with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts)[:limit]
         frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
@@ -305,14 +341,17 @@ def generate(
     json_: Json = False,
 ) -> int:
     """Let the target answer prompts (from a file, or its own): the data a drafter learns from."""
-    from draftsmith.decode.answers import PROMPT_TOKENS, AnswerOptions, invent_prompts, write_answers
-    from draftsmith.decode.prompts import later_turns, read_prompts, without
-    from draftsmith.observe.live import LiveLine
-
     if (prompts is None) == (invent is None):
         raise UserError("give either --prompts FILE or --invent COUNT", where="command line")
     if not temperature:
         refuse_given(ctx, ("top_k", "top_p"), "with --temperature 0 nothing is sampled")
+    for path in (prompts, exclude):
+        if path is not None:
+            need_prompts(path)
+    from draftsmith.decode.answers import PROMPT_TOKENS, AnswerOptions, invent_prompts, write_answers
+    from draftsmith.decode.prompts import later_turns, read_prompts, without
+    from draftsmith.observe.live import LiveLine
+
     options = AnswerOptions(max_new_tokens, temperature, top_k, top_p, seed, batch_size)
     with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts) if prompts is not None else None
@@ -355,7 +394,9 @@ def _training_lines(result: TrainResult) -> list[str]:
     lines = [f"{result.reason} at step {result.step}: {figures}"]
     if result.checkpoint is not None:
         lines.append(f"drafter in {result.checkpoint}")
-    if not result.succeeded:
+    if not result.succeeded and result.step < result.steps:
+        lines.append(f"no verdict: stopped at step {result.step} of {result.steps}")
+    elif not result.succeeded:
         lines.append("NO: one row was not learned; data, labels or gradients do not fit together")
     return lines
 
@@ -426,6 +467,15 @@ def _print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _output_fails() -> bool:
+    """Whether nothing that is printed arrives; an empty line is the trial."""
+    try:
+        put("", sys.stdout)
+    except OutputLost:
+        return True
+    return False
+
+
 def _is_inductors(error: OSError) -> bool:
     """Whether torch failed to make the cache folder that the environment names, which it does while it is imported."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
@@ -446,10 +496,15 @@ def _leave_it_to_another() -> int:
 def _say_who_ended_it(interrupt: BaseException | None) -> int:
     """One line, by one rank only; the exit code is the signal's."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"draftsmith: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+        _say(str(interrupt) or "interrupted")
     return getattr(interrupt, "exit_code", 130)
 
 
 def _refuse(text: str) -> int:
-    print(f"draftsmith: {' '.join(text.split())}", file=sys.stderr)
+    _say(" ".join(text.split()))
     return 2
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OutputLost):  # then the exit code alone has to do
+        put(f"draftsmith: {text}", sys.stderr)

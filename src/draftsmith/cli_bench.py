@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from draftsmith.cli_options import Device, DTypeName, Json, RoundsName, given, refuse_given, tell, telling
+from draftsmith.cli_options import (
+    Device,
+    DTypeName,
+    Json,
+    RoundsName,
+    given,
+    need_prompts,
+    refuse_given,
+    refuse_temperature,
+    tell,
+    telling,
+)
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,9 +32,9 @@ Runs = Annotated[int | None, typer.Option(min=1, help="Timed runs.")]
 Against = Annotated[Path | None, typer.Option(help="An earlier --json result: exit 1 if slower beyond noise.")]
 
 # Sizes.
-Geometry = Annotated[
-    str, typer.Option(help="qwen3-8b, qwen3-4b, qwen3-0.6b, qwen3.5-hybrid, smollm2 or tiny; on a CPU small twins.")
-]
+# Those of `bench.geometry`, which imports torch.
+GEOMETRIES = ("qwen3-8b", "qwen3-4b", "qwen3-0.6b", "qwen3.5-hybrid", "smollm2", "tiny")
+Geometry = Annotated[str, typer.Option(help=f"One of {', '.join(GEOMETRIES)}; on a CPU large ones have small twins.")]
 Length = Annotated[int | None, typer.Option(min=16, help="S, context tokens of the row.")]
 Anchors = Annotated[int | None, typer.Option(min=1, help="N.")]
 BlockSize = Annotated[int | None, typer.Option(min=2, max=128, help="B.")]
@@ -60,7 +71,9 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Of decode: length limit 
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Of decode: the first so many prompts of a task; of memory: cases.")
 ]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Of decode; 0: the likeliest token.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, callback=refuse_temperature, help="Of decode; 0: the likeliest token.")
+]
 Contexts = Annotated[str, typer.Option(help="Of decode: lengths at which τ is measured, such as 512,4096.")]
 DType = Annotated[DTypeName, typer.Option(help="Of decode.")]
 Compile = Annotated[
@@ -147,6 +160,10 @@ def bench(
 ) -> int:
     """Time one part of the work on random weights, or (decode) a drafter at work."""
     _refuse_what_is_not_used(ctx, part)
+    if geometry and geometry not in GEOMETRIES:
+        raise UserError(
+            f"{geometry!r} is not a geometry", where="--geometry", fix=f"use one of {', '.join(GEOMETRIES)}"
+        )
     if part == "decode":
         if drafter is None or target is None or not prompts:
             raise UserError("needs DRAFTER, --target and --prompts", where="bench decode")
@@ -270,6 +287,9 @@ def _decode(
     json_: bool,
 ) -> int:
     """`bench decode`: 0 if every task was lossless, else 1."""
+    named = [_task_and_file(entry) for entry in prompts]
+    for _, path in named:
+        need_prompts(path)
     from draftsmith.bench.decoding import bench_decode, check_picture, draw, lines_of
     from draftsmith.config import TargetConfig
     from draftsmith.decode.prompts import read_prompts
@@ -283,11 +303,7 @@ def _decode(
 
     if picture is not None:
         check_picture(picture)
-    tasks = []
-    for entry in prompts:
-        name, equals, file = entry.partition("=")
-        path = Path(file if equals else entry)
-        tasks.append((name if equals else path.stem, read_prompts(path)[:limit]))
+    tasks = [(name, read_prompts(path)[:limit]) for name, path in named]
     frozen = load_target(TargetConfig(path=target), *place_and_dtype(device, dtype))  # type: ignore[call-arg]
     model = load_drafter(Path(drafter), frozen.device, frozen.dtype, frozen.geometry.layers)
     model.spec.require_target(frozen.geometry, str(drafter))
@@ -310,6 +326,11 @@ def _decode(
     if picture is not None:
         draw(result, picture)
     return 0 if all(task["lossless"] for task in result["tasks"]) else 1
+
+
+def _task_and_file(entry: str) -> tuple[str, Path]:
+    name, equals, file = entry.partition("=")
+    return (name, Path(file)) if equals else (Path(entry).stem, Path(entry))
 
 
 def _memory(device: str, limit: int | None, json_: bool) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from draftsmith.cli_options import Json, tell
-from draftsmith.errors import UserError
+from draftsmith.cli_options import Json, refuse_existing, tell
+from draftsmith.errors import UserError, need_file
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
 cache_app = typer.Typer(help="Compile caches: show, verify, pack, unpack, clear.", rich_markup_mode=None)
@@ -21,17 +22,25 @@ MIB = 2**20
 
 
 @compile_app.command()
-def warm(config: Config, json_: Json = False) -> int:
+def warm(
+    config: Config,
+    again: Annotated[bool, typer.Option("--again", help="Fill an empty one also if nothing is missing.")] = False,
+    json_: Json = False,
+) -> int:
     """Fill the cache for a config, check it in a second process, and put it in place."""
     from draftsmith.config import load_config
+
+    settings = load_config(config)
     from draftsmith.pipeline.compile_commands import warm as run
 
-    result = run(load_config(config), lambda text: print(text, file=sys.stderr, flush=True))
+    result = run(settings, lambda text: print(text, file=sys.stderr, flush=True), again=again)
     size = sum(result["bytes"].values()) / MIB
-    lines = [
-        f"{result['coverage']}, {size:.1f} MiB in {result['folder']}",
-        f"warm-up from an empty cache {result['cold_seconds']:.1f} s, from this one {result['loaded_seconds']:.1f} s",
-    ]
+    lines = [f"{result['coverage']}, {size:.1f} MiB in {result['folder']}"]
+    if result["filled"]:
+        cold, loaded = result["cold_seconds"], result["loaded_seconds"]
+        lines.append(f"warm-up from an empty cache {cold:.1f} s, from this one {loaded:.1f} s")
+    else:
+        lines.append("all is there already, and verified; --again fills an empty one")
     tell(lines, result, json_)
     return 0 if result["verified"] else 1
 
@@ -40,11 +49,13 @@ def warm(config: Config, json_: Json = False) -> int:
 def prove(config: Config, json_: Json = False) -> int:
     """Warm up, profile one step of all drafters, and say whether the compiled kernels ran."""
     from draftsmith.config import load_config
+
+    settings = load_config(config, ["compile.evidence=warn"])
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.compile_commands import prove as run
 
     with LiveLine() as live:
-        result = run(load_config(config, ["compile.evidence=warn"]), live)
+        result = run(settings, live)
     problems = [problem for verdict in result["ledger"]["evidence"] for problem in verdict["problems"]]
     verdict = "the compiled path ran" if result["ok"] else "NOT the compiled path"
     tell([f"{verdict}; warm-up {result['warm_up_seconds']:.1f} s", *problems], result, json_)
@@ -69,10 +80,11 @@ def gate(json_: Json = False) -> int:
 def show(config: MaybeConfig = None, json_: Json = False) -> int:
     """Sizes by kind, what made each cache, whether it matches this machine; with CONFIG, what is missing."""
     from draftsmith.config import load_config
+
+    settings = load_config(config) if config else None
     from draftsmith.pipeline.compile_commands import show as look
     from draftsmith.pipeline.compiling import cache_refusals
 
-    settings = load_config(config) if config else None
     with cache_refusals():
         result = look(settings)
     lines = []
@@ -96,12 +108,14 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
 @cache_app.command()
 def verify(config: Config, json_: Json = False) -> int:
     """Checksums, machine, and whether the cache of a config holds everything it needs; exit 1 if not."""
-    from draftsmith.compiled import cache
     from draftsmith.config import load_config
+
+    settings = load_config(config)
+    from draftsmith.compiled import cache
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
-    plan = plan_of(load_config(config))
+    plan = plan_of(settings)
     folder = cache_folder(plan)
     problems = cache.verify(folder, machine_facts())
     covered = cache.coverage(folder, needs(plan))
@@ -114,12 +128,15 @@ def verify(config: Config, json_: Json = False) -> int:
 @cache_app.command()
 def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
     """Write the cache of a config, with manifest and checksums, into one file."""
-    from draftsmith.compiled import archive as archives
     from draftsmith.config import load_config
+
+    settings = load_config(config)
+    refuse_existing(archive)
+    from draftsmith.compiled import archive as archives
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals
 
-    folder = cache_folder(plan_of(load_config(config)))
+    folder = cache_folder(plan_of(settings))
     with cache_refusals():
         size = archives.pack(folder, archive)
     tell([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
@@ -129,13 +146,16 @@ def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.t
 @cache_app.command()
 def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
     """Check a packed cache against this machine and config and put it in place; refuses what does not match."""
+    from draftsmith.config import load_config
+
+    settings = load_config(config)
+    need_file(archive, "archive")
     from draftsmith.compiled import archive as archives
     from draftsmith.compiled import cache
-    from draftsmith.config import load_config
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
-    plan = plan_of(load_config(config))
+    plan = plan_of(settings)
     folder, needed = cache_folder(plan), needs(plan)
     with cache_refusals():
         archives.unpack(archive, folder, machine_facts(), needed)
@@ -193,10 +213,16 @@ def doctor(
     json_: Json = False,
 ) -> int:
     """Check machine, environment and, with CONFIG, the fast paths of its target; exit 0 only if they will be taken."""
-    from draftsmith import doctor as doctors
+    from draftsmith.config import load_config
 
     if sum(given is not None for given in (config, against, restore)) > 1:
         raise UserError("CONFIG, --against and --restore are asked one at a time", where="doctor")
+    settings = load_config(config) if config else None
+    for run in (restore, against):
+        if run is not None and not os.path.isdir(run):
+            raise UserError("no such run folder", where=str(run))
+    from draftsmith import doctor as doctors
+
     if restore is not None:
         lines = doctors.restore(restore)
         tell(lines, {"commands": lines}, json_)
@@ -205,9 +231,7 @@ def doctor(
         changed = doctors.against(against)
         tell(changed or [f"nothing changed since {against}"], {"changed": changed}, json_)
         return 1 if changed else 0
-    from draftsmith.config import load_config
-
-    findings = doctors.examine(load_config(config) if config else None)
+    findings = doctors.examine(settings)
     healthy = doctors.healthy(findings)
     lines = [finding.line() for finding in findings]
     lines.append("the configured fast path will be taken" if healthy else "the configured fast path will NOT be taken")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_given, tell
+from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_existing, refuse_given, tell
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ IncidentsFile = Annotated[
 def prepare(config: Config, overrides: Overrides = None, incidents: IncidentsFile = None, json_: Json = False) -> int:
     """Read, tokenise and pack a run's data, and say what became of it; training finds the tokens in the cache."""
     from draftsmith.config import load_config
+
+    run = load_config(config, overrides)
+    refuse_existing(incidents)
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.data_commands import prepare_data
 
-    run = load_config(config, overrides)
-    _refuse_existing(incidents)
     with LiveLine() as live:
         prepared = prepare_data(run, _counter(live), incidents)
     tell(prepared.lines(), prepared.to_json(), json_)
@@ -59,10 +60,12 @@ def preview(
 ) -> int:
     """Show training rows: taught and untaught tokens, anchors, one block with its labels and what it sees."""
     from draftsmith.config import load_config
+
+    run = load_config(config, overrides)
+    refuse_existing(page)
     from draftsmith.data.preview import to_html
     from draftsmith.pipeline.data_commands import preview_rows
 
-    run = load_config(config, overrides)
     pictures, corpus = preview_rows(run, row or [0], conversation=conversation, block=block)
     if page is not None:
         _write_new(page, to_html(pictures, f"Training rows of {config}", corpus.report.lines()))
@@ -90,13 +93,14 @@ def check(
 ) -> int:
     """Say what is in a run's data and whether a run can learn from it; exit 1 if it cannot, with the reason."""
     from draftsmith.config import load_config
-    from draftsmith.observe.live import LiveLine
-    from draftsmith.pipeline.data_commands import check_data
 
     if not score:
         refuse_given(ctx, ("sample_tokens", "device"), "with --no-score no target is loaded")
     run = load_config(config, overrides)
-    _refuse_existing(incidents)
+    refuse_existing(incidents)
+    from draftsmith.observe.live import LiveLine
+    from draftsmith.pipeline.data_commands import check_data
+
     load = (lambda: _load(run.target, device)) if score else None
     with LiveLine() as live:
 
@@ -148,10 +152,6 @@ def regenerate(
     """Let the target answer every turn of given conversations anew; stopped at any moment, it goes on where it was."""
     import os
 
-    from draftsmith.data.corpus import read_template
-    from draftsmith.decode.regenerate import Sampling, regenerate_from_server, regenerate_from_target
-    from draftsmith.observe.bar import Bar
-
     if (server is None) == (target is None):
         raise UserError("give either --server URL or --target PATH", where="command line")
     if server is not None and chat_template is not None:
@@ -160,8 +160,12 @@ def regenerate(
         refuse_given(ctx, ("batch_size", "device"), "nothing is decoded here with --server")
     else:
         refuse_given(ctx, ("model", "concurrency", "attempts", "timeout", "api_key_env"), "no server is asked")
-    template = None if chat_template is None else read_template(chat_template)
     options, more = _json_object("--template-options", template_options), _json_object("--extra", extra)
+    from draftsmith.data.corpus import read_template
+    from draftsmith.decode.regenerate import Sampling, regenerate_from_server, regenerate_from_target
+    from draftsmith.observe.bar import Bar
+
+    template = None if chat_template is None else read_template(chat_template)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, options, more)
     with Bar() as live:
         if server is not None:
@@ -212,15 +216,18 @@ def features(
 ) -> int:
     """Run the target over a run's data once and keep what training needs; target.features=OUTPUT then reads it."""
     from draftsmith.config import load_config
+
+    run = load_config(config, overrides)
     from draftsmith.data.corpus import prepare_corpus
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.features import describe_run, predict, wanted_by, write_features
+    from draftsmith.pipeline.plan import check_length
     from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.geometry import read_geometry
     from draftsmith.target.load import load_tokenizer, read_stop_ids
 
-    run = load_config(config, overrides)
     geometry, tokenizer = read_geometry(run.target), load_tokenizer(run.target)
+    check_length(run.rows.length, geometry)
     length, seed, block_size = run.rows.length, run.training.seed, run.drafter.block_size
     stops = read_stop_ids(run.target, tokenizer)
     corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
@@ -273,11 +280,6 @@ def _picture_json(picture: RowPicture) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {**asdict(picture), "padding": picture.padding}
-
-
-def _refuse_existing(path: Path | None) -> None:
-    if path is not None and path.exists():
-        raise UserError("exists already", where=str(path), fix="name another file, or remove it")
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -1,19 +1,32 @@
-"""What the commands share: options of many of them, the printer of results, and the refusal of idle options."""
+"""What the commands share: options of many of them, the printer of results, and what they refuse alike."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, need_file
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
 RoundsName = Literal["auto", "on", "off"]
+LOWEST_TEMPERATURE = 1e-5  # as in `decode.sampling`, which imports torch
+
+
+def refuse_temperature(temperature: float) -> float:
+    """Callback of options: refuses what `decode.sampling.check_temperature` refuses, before torch is imported."""
+    if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < math.inf:
+        raise typer.BadParameter(f"{temperature:g} is neither 0 nor a finite number from {LOWEST_TEMPERATURE:g} up.")
+    return temperature
+
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
@@ -22,7 +35,9 @@ TargetPath = Annotated[str, typer.Option("--target", help="Directory, hub name, 
 MaybeTargetPath = Annotated[str | None, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")]
 GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, if that is a directory or hub name.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, callback=refuse_temperature, help="0: always the likeliest token.")
+]
 TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that hold this share.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
@@ -31,19 +46,29 @@ Compile = Annotated[RoundsName, typer.Option(help="Rounds in CUDA graphs; auto: 
 Teller = Callable[[list[str] | str, dict[str, Any]], None]
 
 
+class OutputLost(UserError):
+    """What a command prints cannot be written, for one because the disk is full."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"cannot be written: {error.strerror or error}", where="output")
+
+
 @contextlib.contextmanager
 def telling(as_json: bool) -> Iterator[Teller]:
     """Yields the printer of a result: (lines for people, the same as one JSON object).
 
     With `as_json` the object alone goes to stdout; the lines, and whatever else prints meanwhile, go to stderr. Paths,
     dtypes and other values that JSON lacks are written as text.
+
+    Raises (the printer):
+        OutputLost: as `put`.
     """
     stdout = sys.stdout
 
     def tell(lines: list[str] | str, content: dict[str, Any]) -> None:
-        print(lines if isinstance(lines, str) else "\n".join(lines))
+        put(lines if isinstance(lines, str) else "\n".join(lines), sys.stdout)
         if as_json:
-            print(json.dumps(content, default=str), file=stdout, flush=True)
+            put(json.dumps(content, default=str), stdout)
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield tell
@@ -55,6 +80,47 @@ def tell(lines: list[str] | str, content: dict[str, Any], as_json: bool) -> None
         printer(lines, content)
 
 
+def put(text: str, stream: TextIO) -> None:
+    """Prints a text at once. A reader who has left (a closed pipe) has seen enough: the command goes on.
+
+    Raises:
+        OutputLost: it cannot be written.
+    """
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        let_go(stream)
+    except OSError as error:
+        let_go(stream)
+        raise OutputLost(error) from None
+
+
+def let_go(stream: TextIO) -> None:
+    """What a stream still holds, and all that comes, goes nowhere; else it fails again when the process ends."""
+    with contextlib.suppress(OSError):  # a stand-in has no descriptor
+        descriptor = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def reader_left(stream: TextIO) -> bool:
+    """Whether a stream is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # asks for errors and hang-ups, which are always told
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def refuse_existing(path: Path | None) -> None:
+    """Raises UserError if something is there already where a file is to be written, if one is."""
+    if path is None:
+        return
+    if os.path.isdir(path):
+        raise UserError("is a folder", where=str(path), fix="name a file")
+    if os.path.lexists(path):
+        raise UserError("exists already", where=str(path), fix="name another file, or remove it")
+
+
 def given(ctx: typer.Context, names: Iterable[str]) -> dict[str, str]:
     """Those of the parameters that the command line names, also with their default value: name → as people type it."""
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
@@ -64,6 +130,11 @@ def given(ctx: typer.Context, names: Iterable[str]) -> dict[str, str]:
         for name, parameter in typed.items()
         if _on_command_line(ctx, name)
     }
+
+
+def need_prompts(path: Path) -> None:
+    """Raises UserError if there is no such file of prompts, before torch is imported to read it."""
+    need_file(path, "prompt file", "give a file of prompts: JSON lines or plain lines")
 
 
 def refuse_given(ctx: typer.Context, names: Iterable[str], why: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli_options import Json, tell
+from draftsmith.cli_options import Json, let_go, refuse_existing, tell
 from draftsmith.errors import UserError
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
@@ -25,18 +25,25 @@ def status(run: Run, json_: Json = False) -> int:
 
 def watch(run: Run, seconds: Annotated[float, typer.Option(min=0.2, help="Between two looks.")] = 2.0) -> int:
     """Watch a run until it is over; Ctrl-C leaves, and the run goes on. Exit 0 only if it is healthy then."""
+    from draftsmith.observe.status import read_status
     from draftsmith.observe.watch import watch as watch_run
 
-    return 0 if watch_run(run, sys.stdout, seconds=seconds).healthy else 1
+    try:
+        found = watch_run(run, sys.stdout, seconds=seconds)
+    except BrokenPipeError:  # the reader has seen enough: healthy as it is now
+        let_go(sys.stdout)
+        found = read_status(run)
+    return 0 if found.healthy else 1
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="One run, or several to compare.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The HTML file; by default report.html in the first run.")
+        Path | None, typer.Option("--output", "-o", help="A new HTML file; by default report.html in the first run.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Instead, the last rows' way through the pipeline, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Instead, a new file: the last rows' way through the pipeline, for ui.perfetto.dev."),
     ] = None,
     json_: Json = False,
 ) -> int:
@@ -45,6 +52,8 @@ def report(
         if output is not None:
             raise UserError("--trace names its own file", where="command line", fix="leave out --output")
         return _trace(runs, trace, json_)
+    if output is not None:
+        refuse_existing(output)
     from draftsmith.observe.report import write_report
 
     path = write_report(runs, output or runs[0] / ("report.html" if len(runs) == 1 else "comparison.html"))
@@ -57,6 +66,7 @@ def _trace(runs: list[Path], output: Path, json_: bool) -> int:
 
     if len(runs) > 1:
         raise UserError("a trace is of one run", where="--trace")
+    refuse_existing(output)
     count = write_trace(runs[0], output)
     parts = ", ".join(f"{number:,} {name}" for name, number in count.items())
     content = {"trace": str(output), "bytes": output.stat().st_size, **count}

@@ -10,18 +10,40 @@ Q = N·B draft slots of a row.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, need_file
 
 DType = Literal["float32", "bfloat16"]
+
+
+def _leaves(annotation: object) -> Iterator[object]:
+    """The types and words inside an annotation, without what unites or holds them."""
+    parts = get_args(annotation)
+    if not parts:
+        yield annotation
+    for part in parts:
+        yield from _leaves(part)
 
 
 class Section(BaseModel):
@@ -31,12 +53,19 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _switch_words(cls, value: object, info: ValidationInfo) -> object:
-        """YAML 1.1 reads a bare `on` or `off` as a boolean: where the field knows the word, it was meant."""
-        if isinstance(value, bool) and info.field_name is not None:
-            word = "on" if value else "off"
-            if word in get_args(cls.model_fields[info.field_name].annotation):
-                return word
+    def _booleans(cls, value: object, info: ValidationInfo) -> object:
+        """YAML 1.1 reads a bare `on` or `off` as a boolean: where the field knows the word, it was meant. To Python
+        a boolean is a number: where the field wants one, it was not."""
+        given = [entry for entry in (value if isinstance(value, list | tuple) else (value,)) if isinstance(entry, bool)]
+        if not given:
+            return value
+        assert info.field_name is not None
+        kinds = list(_leaves(cls.model_fields[info.field_name].annotation))
+        word = "on" if given[0] else "off"
+        if value is given[0] and word in kinds:
+            return word
+        if (int in kinds or float in kinds) and bool not in kinds:
+            raise ValueError(f"Input should be a number, not {str(given[0]).lower()}")
         return value
 
 
@@ -67,7 +96,9 @@ class TargetConfig(Section):
 class DataSource(Section):
     """One entry of `data.train` or `data.held_out` that needs more than a path."""
 
-    path: str = Field(description="file, glob pattern, folder, Hugging Face dataset, or '-' for standard input")
+    path: str = Field(
+        min_length=1, description="file, glob pattern, folder, Hugging Face dataset, or '-' for standard input"
+    )
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
         "auto", description="auto: found by inspection, record by record"
     )
@@ -79,14 +110,28 @@ class DataSource(Section):
     subset: str | None = Field(None, description="of a dataset; none: its default")
 
 
+def _kind_of_entry(entry: object) -> str | None:
+    return "path" if isinstance(entry, str) else "options" if isinstance(entry, dict | DataSource) else None
+
+
+# Of the two forms only the one that was written is checked, so that an error is about it.
+DataEntry = Annotated[
+    Annotated[str, Field(min_length=1), Tag("path")] | Annotated[DataSource, Tag("options")],
+    Discriminator(
+        _kind_of_entry,
+        custom_error_type="data_entry",
+        custom_error_message="Input should be a path, or a section with one",
+    ),
+]
+
+
 class DataConfig(Section):
     """Conversations and how they become tokens."""
 
-    train: tuple[str | DataSource, ...] = Field(
-        min_length=1,
+    train: tuple[DataEntry, ...] = Field(
         description="files of chats or text (JSON, JSON lines, parquet, arrow; compressed or not), folders, datasets",
     )
-    held_out: tuple[str | DataSource, ...] = Field(
+    held_out: tuple[DataEntry, ...] = Field(
         (), description="files that are only evaluated; empty: split off `held_out_share`"
     )
     held_out_share: float = Field(0.02, ge=0.0, le=0.5)
@@ -98,22 +143,11 @@ class DataConfig(Section):
 
     @field_validator("train", "held_out", mode="before")
     @classmethod
-    def _one_or_many(cls, value: object) -> object:
+    def _one_or_many(cls, value: object, info: ValidationInfo) -> object:
         entries = value if isinstance(value, list | tuple) else (value,)
-        named = ["-" if entry == [None] else entry for entry in entries]  # `- -`, as YAML reads it
-        return tuple(_data_source(entry) if isinstance(entry, dict) else entry for entry in named)
-
-
-def _data_source(entry: dict[str, Any]) -> DataSource:
-    """A mapping as a `DataSource`, with one message and not one for each kind that an entry may be."""
-    try:
-        return DataSource.model_validate(entry)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ValueError(f"unknown key {key!r} (valid: {', '.join(sorted(DataSource.model_fields))})") from None
-        raise ValueError(f"{key}: {first['msg']}") from None
+        if value in (None, "") or (info.field_name == "train" and not entries):
+            raise PydanticCustomError("no_data", "is empty")
+        return tuple("-" if entry == [None] else entry for entry in entries)  # `- -`, as YAML reads it
 
 
 class DrafterConfig(Section):
@@ -154,7 +188,16 @@ class RowsConfig(Section):
     """The static shape of one training row."""
 
     length: int = Field(3072, ge=16, description="S: context tokens of a row")
-    anchors: int = Field(512, ge=1, description="N: anchors of a row")
+    anchors: int = Field(512, ge=1, description="N: anchors of a row, fewer than its tokens")
+
+    @model_validator(mode="after")
+    def _anchors_fit(self) -> RowsConfig:
+        if self.anchors >= self.length:
+            raise ValueError(
+                f"anchors is {self.anchors}, but a row of {self.length} tokens has at most {self.length - 1} "
+                "(lower rows.anchors, or raise rows.length)"
+            )
+        return self
 
 
 class PerDocument(Section):
@@ -371,23 +414,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         UserError: the file is missing, is not YAML, or names something that does not exist.
     """
     path = Path(path)
+    need_file(path, "config file", "draftsmith init writes one")
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError("no such config file", where=str(path), fix="draftsmith init writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_EachKeyOnce)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UserError(f"not valid YAML: {getattr(error, 'problem', error)}", where=place) from None
     if not isinstance(content, dict):
         raise UserError("holds no sections", where=str(path), fix="draftsmith init writes a config to start from")
+    changed = copy.deepcopy(content)
     for override in overrides or []:
-        _apply_override(content, override)
-    return parse_config(content, where=str(path))
+        _apply_override(changed, override)
+    try:
+        return RunConfig.model_validate(changed)
+    except ValidationError as error:
+        problems = _problems(error, changed)
+        overridden = _is_of_overrides(problems[0], overrides or [], content)
+        raise _explain(problems, "command line" if overridden else str(path)) from None
 
 
 def parse_config(content: dict[str, Any], where: str = "config") -> RunConfig:
@@ -395,7 +443,23 @@ def parse_config(content: dict[str, Any], where: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(content)
     except ValidationError as error:
-        raise _explain(error, where) from None
+        raise _explain(_problems(error, content), where) from None
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key that occurs twice in a mapping, of which YAML's reader would keep the last and say nothing."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[misc]
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
+                problem = f"{key.value!r} occurs twice, first in line {lines[key.value]}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return node
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:
@@ -405,7 +469,7 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
         raise UserError(f"{override!r} is not section.key=value", where="command line")
     try:
         # To YAML a bare dash is a list of nothing; to people it is standard input.
-        value = yaml.safe_load(raw) if raw.strip() not in ("", "-") else raw.strip()
+        value = yaml.load(raw, Loader=_EachKeyOnce) if raw.strip() not in ("", "-") else raw.strip()
     except yaml.YAMLError:
         raise UserError(f"the value of {key!r} is not valid YAML: {raw!r}", where="command line") from None
     *sections, leaf = key.split(".")
@@ -425,31 +489,94 @@ _IN_YAML = {  # what the library says in Python's words
     "dict_type": "Input should be a section of keys and values",
     "tuple_type": "Input should be a list",
     "too_short": "Input should have at least one entry",
+    "string_too_short": "Input should not be empty",
 }
 
 
-def _explain(error: ValidationError, where: str) -> UserError:
-    """The first validation problem as one line that names the key, and the nearest valid name for a wrong one."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
-    key = ".".join(location)
-    more = f", and {error.error_count() - 1} more" if error.error_count() > 1 else ""
-    if first["type"] == "extra_forbidden":
-        valid = _fields_at(location[:-1])
-        near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}"
-        return UserError(f"unknown key {key!r}{more}", where=where, fix=hint)
-    if first["type"] == "missing":
-        return UserError(f"key {key!r} is missing{more}", where=where)
-    message = _IN_YAML.get(first["type"], first["msg"]).removeprefix("Value error, ")
-    return UserError(f"{key + ': ' if key else ''}{message}{more}", where=where)
+class _Problem(NamedTuple):
+    """What is wrong with one key of a config.
+
+    Attributes:
+        key: where it stands in the config, dotted; "" for the whole.
+        kind: pydantic's name for it.
+        text: what is wrong, the key included.
+        fix: what helps; "" if `text` says it.
+    """
+
+    key: str
+    kind: str
+    text: str
+    fix: str = ""
 
 
-def _fields_at(location: list[str]) -> list[str]:
+def _problems(error: ValidationError, content: dict[str, Any]) -> list[_Problem]:
+    """One for each key, in pydantic's order; `content` is what was validated."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for each in error.errors():
+        by_key.setdefault(_key_of(each, content), []).append(each)
+    problems = [_problem(key, errors) for key, errors in by_key.items()]
+    # A key that is missing beside an unknown one was misspelt.
+    misspelt = {problem.key.rpartition(".")[0] for problem in problems if problem.kind == "extra_forbidden"}
+    return [each for each in problems if each.kind != "missing" or each.key.rpartition(".")[0] not in misspelt]
+
+
+def _key_of(error: ErrorDetails, content: object) -> str:
+    """Pydantic's place of an error without what the config does not hold: the names of a union's members."""
+    *place, last = error["loc"] or ("",)
+    key: list[str] = []
+    for part in (*place, last):
+        listed = isinstance(content, list | tuple) and isinstance(part, int)
+        if listed or (isinstance(content, dict) and part in content):
+            content = content[part]  # type: ignore[index]
+        elif error["type"] != "missing" or part is not last:
+            continue
+        key.append(str(part))
+    return ".".join(key)
+
+
+def _problem(key: str, errors: list[ErrorDetails]) -> _Problem:
+    """Of the errors of one key; several are of a union, which takes any of what they ask for."""
+    kind = errors[0]["type"]
+    if kind == "extra_forbidden":
+        *section, name = key.split(".")
+        valid = _fields_at(section)
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+        fix = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}"
+        return _Problem(key, kind, f"unknown key {key!r}", fix)
+    if kind == "missing":
+        return _Problem(key, kind, f"key {key!r} is missing")
+    if kind == "no_data":
+        return _Problem(key, kind, f"{key} is empty", "name a file, folder or dataset")
+    first, *others = (_IN_YAML.get(each["type"], each["msg"]).removeprefix("Value error, ") for each in errors)
+    message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    return _Problem(key, kind, f"{key + ': ' if key else ''}{message}")
+
+
+def _explain(problems: list[_Problem], where: str) -> UserError:
+    """The first problem as one line that names the key, and the nearest valid name for a wrong one."""
+    first, *others = problems
+    more = f", and {len(others)} more" if others else ""
+    return UserError(first.text + more, where=where, fix=first.fix)
+
+
+def _is_of_overrides(problem: _Problem, overrides: list[str], content: dict[str, Any]) -> bool:
+    """Whether overrides brought a problem: it is in what one of them says, or the file alone does not have it."""
+    keys = [override.partition("=")[0] for override in overrides]
+    if any(f"{problem.key}.".startswith(f"{key}.") for key in keys):
+        return True
+    try:
+        RunConfig.model_validate(content)
+    except ValidationError as error:
+        return problem not in _problems(error, content)
+    return True
+
+
+def _fields_at(section: list[str]) -> list[str]:
+    """Valid keys of a section, or of the sections in a list."""
     model: type[BaseModel] = RunConfig
-    for part in location:
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
+    for part in section:
+        if part not in model.model_fields:
+            continue  # the place in a list
+        inside = _leaves(model.model_fields[part].annotation)
+        model = next(leaf for leaf in inside if isinstance(leaf, type) and issubclass(leaf, BaseModel))
     return sorted(model.model_fields)

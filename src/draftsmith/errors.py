@@ -7,6 +7,8 @@ the command line do the same by `run_script`.
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,24 @@ class UserError(Exception):
         place = f"{self.where}: " if self.where else ""
         remedy = f" ({self.fix})" if self.fix else ""
         return f"{place}{self.what}{remedy}"
+
+
+def need_file(path: str | Path, what: str, fix: str = "") -> None:
+    """Raises UserError if `path` is no file that can be read; opens nothing, so pipes keep what is in them.
+
+    Args:
+        path: of the file.
+        what: it should be ("prompt file").
+        fix: what the user can do.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise UserError(f"no such {what}", where=str(path), fix=fix) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+    if stat.S_ISDIR(mode):
+        raise UserError(f"is a folder, not a {what}", where=str(path), fix=fix)
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:

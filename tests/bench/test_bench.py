@@ -57,6 +57,10 @@ def test_a_hybrid_runs(part: str) -> None:
         assert "linear_attention" in result["packing_reason"]
 
 
+def test_the_command_takes_the_geometries_that_there_are() -> None:
+    assert tuple(GEOMETRIES) == cli_bench.GEOMETRIES
+
+
 def test_on_a_cpu_large_geometries_have_twins() -> None:
     for name, geometry in GEOMETRIES.items():
         setting = default_setting(geometry, CPU, name)

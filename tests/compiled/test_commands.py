@@ -75,6 +75,42 @@ def test_warm_fills_checks_and_swaps_in(compiled_run, processes, caches, tmp_pat
     assert shown["caches"][0]["differs"] == []
 
 
+def test_warm_leaves_a_full_cache_alone_unless_told_to_fill_one_again(
+    compiled_run, processes, caches, tmp_path, capsys
+):
+    config = config_file(compiled_run, tmp_path)
+    assert main(["compile", "warm", config]) == 0
+    capsys.readouterr()
+    assert main(["compile", "warm", config]) == 0
+    out, err = capsys.readouterr()
+    assert "3 of 3 regions present" in out
+    assert "all is there already, and verified; --again fills an empty one" in out
+    assert err == ""
+    assert len(processes["folders"]) == 2
+    graph = next(file for file in caches.rglob("graph"))
+    graph.write_text("damaged")
+    processes["folders"].clear()
+    assert main(["compile", "warm", config]) == 0
+    assert len(processes["folders"]) == 2, "what is damaged is filled anew"
+    processes["folders"].clear()
+    assert main(["compile", "warm", config, "--again"]) == 0
+    assert len(processes["folders"]) == 2
+
+
+def test_pack_overwrites_nothing(compiled_run, processes, caches, tmp_path, capsys):
+    config, archive = config_file(compiled_run, tmp_path), tmp_path / "cache.tar.gz"
+    archive.write_text("mine")
+    compile_commands.warm(compiled_run)
+    assert main(["compile", "cache", "pack", config, str(archive)]) == 2
+    said = f"draftsmith: {archive}: exists already (name another file, or remove it)\n"
+    assert capsys.readouterr().err == said
+    assert archive.read_text() == "mine"
+    assert main(["compile", "cache", "pack", config, "/"]) == 2
+    assert "/: is a folder (name a file)" in capsys.readouterr().err
+    archive.unlink()
+    assert main(["compile", "cache", "pack", config, str(archive)]) == 0
+
+
 def test_warm_refuses_a_cache_that_a_second_process_does_not_load(compiled_run, processes, caches):
     processes["second"] = "miss"
     with pytest.raises(UserError, match=r"a second process compiled again: drafter 0 \(forward\)"):

@@ -61,6 +61,25 @@ def test_splits_by_name_and_train_by_default(tmp_path: Path) -> None:
         names(two, subset="fr")
 
 
+@pytest.mark.parametrize("part", ["split", "subset"])
+def test_a_file_has_no_parts(tmp_path: Path, part: str) -> None:
+    touch(tmp_path, "a.jsonl", "b.jsonl")
+    for path in (f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl", "-"):
+        with pytest.raises(UserError, match=rf"has no {part}s \(leave {part} out\)"):
+            find_files([DataSource(path=path, **{part: "nope"})])  # type: ignore[arg-type]
+
+
+def test_what_save_to_disk_wrote_has_its_own_split_and_no_subsets(tmp_path: Path) -> None:
+    touch(tmp_path, "data-0.arrow")
+    state = {"_data_files": [{"filename": "data-0.arrow"}], "_split": "validation"}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert names(tmp_path) == names(tmp_path, split="validation") == ["data-0.arrow"]
+    with pytest.raises(UserError, match=r"has no split 'test' \(it has validation\)"):
+        names(tmp_path, split="test")
+    with pytest.raises(UserError, match=r"has no subsets \(leave subset out\)"):
+        names(tmp_path, subset="en")
+
+
 def test_the_readme_decides_where_it_says_something(tmp_path: Path) -> None:
     touch(tmp_path, "x/1.jsonl", "x/2.jsonl", "y/3.jsonl", "other.jsonl")
     readme = (

@@ -7,8 +7,11 @@ import torch
 from tiny_decoding import chi_square_p, tiny_target
 from torch import Tensor
 
-from draftsmith.decode import GreedyProposer, Sampling, decode
-from draftsmith.decode.sampling import accept_drafts, draw, draw_at
+from draftsmith import cli_options
+from draftsmith.decode import GreedyProposer, Sampling, decode, regenerate
+from draftsmith.decode.answers import AnswerOptions
+from draftsmith.decode.sampling import LOWEST_TEMPERATURE, accept_drafts, draw, draw_at
+from draftsmith.errors import UserError
 
 # A right sampler fails each of these tests once in ten thousand seeds (the seeds are fixed); the wrong rules that are
 # tried beside it are at least a million times less likely.
@@ -39,6 +42,21 @@ def test_shaping_follows_the_rule(temperature: float, top_k: int, top_p: float) 
     shaped = Sampling(temperature, top_k, top_p).probabilities(logits)
     expected = torch.tensor([slow_probabilities(row, temperature, top_k, top_p) for row in logits.tolist()])
     torch.testing.assert_close(shaped, expected.float(), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-40, 9e-6, float("inf"), float("nan")])
+@pytest.mark.parametrize("taker", [Sampling, AnswerOptions, regenerate.Sampling])
+def test_temperatures_that_cannot_be_sampled_with_are_refused(taker: type, temperature: float) -> None:
+    with pytest.raises(UserError, match=r"temperature .* cannot be sampled with \(0 is greedy; else a finite number"):
+        taker(temperature=temperature)
+
+
+def test_the_lowest_temperature_gives_finite_probabilities() -> None:
+    assert LOWEST_TEMPERATURE == cli_options.LOWEST_TEMPERATURE
+    for temperature in (LOWEST_TEMPERATURE, 1e300):
+        probs = Sampling(temperature).probabilities(torch.tensor([-1e6, 2.0, 1e6]))
+        assert probs.isfinite().all()
+        torch.testing.assert_close(probs.sum(), torch.tensor(1.0))
 
 
 def test_draws_follow_the_probabilities() -> None:

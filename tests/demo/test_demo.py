@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
+import threading
+import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.config import TargetConfig, load_config
-from draftsmith.decode.generate import generate
+from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.demo.run import FULL, PROMPTS, SPEEDUP_ASSERTED, TAU_ASSERTED, asserted, run_demo, shortcomings
 from draftsmith.drafter import load_drafter
 from draftsmith.errors import UserError
+from draftsmith.pipeline.signals import Terminated
 from draftsmith.target.load import Target, load_target
 from draftsmith.target.source import DEMO
 
@@ -98,6 +106,37 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in use"):
         run_demo(tmp_path, quick=True)
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_interrupt_ends_the_answers_of_all_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = itertools.count()
+
+    def slow(_target: Target, _prompts: Any, *, indices: list[int], **_: Any) -> Iterator[Answer]:
+        for index in itertools.cycle(indices):
+            if next(made) > 1000:  # ten seconds: nobody stopped it
+                return
+            time.sleep(0.02)
+            yield Answer(index, [1], "stop")
+
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["unit"] == "answer" and event["step"] == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr("draftsmith.demo.run.generate", slow)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "run", quick=True, listener=interrupt)
+    assert next(made) < 100
+
+
+@pytest.mark.parametrize(("reason", "raised"), [("interrupted", KeyboardInterrupt), ("terminated", Terminated)])
+def test_a_training_that_was_stopped_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str, raised: type[KeyboardInterrupt]
+) -> None:
+    stopped = types.SimpleNamespace(reason=reason, step=3, loss=1.0, checkpoint=Path("step-0000003"))
+    monkeypatch.setattr("draftsmith.demo.run.train", lambda *_, **__: stopped)
+    with pytest.raises(KeyboardInterrupt, match=f"^{reason} at step 3 .* what is kept is step-0000003$") as ended:
+        run_demo(tmp_path / "run", quick=True)
+    assert type(ended.value) is raised
 
 
 def test_what_the_demo_stands_for() -> None:

@@ -224,6 +224,27 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         load_drafter(folder)
 
 
+def test_the_folder_of_a_run_names_its_newest_drafter(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no drafter here"):
+        read_spec(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-0000009").mkdir(parents=True)  # not whole: holds no drafter
+    with pytest.raises(UserError, match="a run that has saved no drafter yet"):
+        read_spec(tmp_path)
+    for name in ("step-0000002", "step-10000000", "step-9999999", "refused-step-20000000"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    for named in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(UserError) as caught:
+            read_spec(named)
+        newest = tmp_path / "checkpoints" / "step-10000000"
+        assert str(caught.value) == f"{named}: this is a run: its newest drafter is {newest}"
+    with pytest.raises(UserError) as caught:
+        read_spec(tmp_path / "run.json")
+    assert str(caught.value) == f"{tmp_path / 'run.json' / 'config.json'}: cannot be read: Not a directory"
+
+
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     path = folder / "model.safetensors"

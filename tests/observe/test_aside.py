@@ -54,6 +54,15 @@ def test_on_an_error_the_old_file_stays_alone(tmp_path: Path, error: type[BaseEx
     assert path.read_text() == "old"
 
 
+@pytest.mark.parametrize("folder", ["/", "", ".."])
+def test_what_can_only_be_a_folder_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(OSError, match=r"Is a directory|busy"), written_aside(Path(folder)) as file:
+        file.write("new")
+    assert [each.name for each in tmp_path.rglob("*")] == ["a"]
+
+
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with written_aside(path) as last:

@@ -192,6 +192,24 @@ def test_options_that_a_report_cannot_honour_are_refused(tmp_path: Path, capsys:
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_nothing_is_overwritten_but_a_reports_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    run, data = make_run(tmp_path / "run"), tmp_path / "chat.jsonl"
+    data.write_text("mine")
+    assert main(["report", str(run), option, str(data)]) == 2
+    said = f"draftsmith: {data}: exists already (name another file, or remove it)\n"
+    assert capsys.readouterr().err == said
+    assert data.read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    for folder in ("/", "", str(run)):
+        assert main(["report", str(run), option, folder]) == 2
+        assert capsys.readouterr().err == f"draftsmith: {folder or '.'}: is a folder (name a file)\n"
+    for _ in range(2):
+        assert main(["report", str(run)]) == 0
+
+
 def test_a_folder_that_may_only_be_read_needs_another_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

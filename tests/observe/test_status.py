@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -326,10 +327,15 @@ def test_a_run_that_is_over_is_not_slow(held: Path) -> None:
     assert read_status(held).healthy
 
 
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path / "none")]) == 2
     assert main(["status", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "."]) == 2
+    assert capsys.readouterr().err == f"draftsmith: {tmp_path.resolve()}: no events here: not a run folder?\n"
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path.resolve()}: no events here")):
+        list(read_events("events.jsonl"))
     (tmp_path / "run.json").write_text("{}")
     lock = take_lock(tmp_path)
     assert read_status(tmp_path).state == "starting"  # between its folder and its first event

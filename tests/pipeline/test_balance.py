@@ -14,6 +14,7 @@ from draftsmith.observe.events import read_events
 from draftsmith.observe.live import notable_line
 from draftsmith.observe.status import read_status
 from draftsmith.observe.trace import write_trace
+from draftsmith.pipeline import balance as balance_module
 from draftsmith.pipeline.balance import Balance, sentence
 from draftsmith.pipeline.clock import KINDS, Pace, WorkerClock, waiting_for_others
 from draftsmith.pipeline.costs import Costs, Placement, split, together
@@ -30,6 +31,11 @@ def workers(target: dict[str, float], drafter: dict[str, float], prefetch: dict[
     found = {f"target {i}": {**IDLE, **target} for i in range(2)}
     found |= {f"drafter {i}": {**IDLE, **drafter} for i in range(2)}
     return found | {"prefetch 0": {**IDLE, **(prefetch or {"busy": 0.1})}}
+
+
+def heard(step: int, *balances: Balance) -> None:
+    for balance in balances:
+        balance.heard({"time": 0.0, "kind": "step", "step": step})
 
 
 def say(costs: Costs | None, placement: Placement, devices: int, rows: int, **shares: Any) -> str:
@@ -77,24 +83,66 @@ def test_prefetch_and_the_interpreter_can_be_the_bottleneck_too() -> None:
     assert say(None, together(2), 0, 2).startswith("both roles on each of 2 devices; drafters have work 60%")
 
 
-def test_costs_come_from_the_runs_own_rows_unless_devices_are_shared() -> None:
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets what the balance takes for the time."""
+    now = [0.0]
+    monkeypatch.setattr(balance_module.time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, seconds)
+
+
+def test_costs_come_from_the_runs_own_rows_unless_devices_are_shared(at) -> None:
     clocks = [WorkerClock("target 0"), WorkerClock("drafter 0")]
     balance = Balance(clocks, split(1, 1), 0, 1, 2)
+    shared = Balance(clocks, Placement((0,), (0,)), 0, 1, 2)
     clocks[1].seconds["compiling"] = 30.0
-    balance.begin()
+    heard(1, balance, shared)
+    at(2.0)
     for clock, busy in zip(clocks, (2.0, 1.0), strict=True):
         clock.rows = 10
         clock.seconds["busy"] += busy
     clocks[1].seconds["input"] += 1.0
-    found = balance.to_json(2.0)
+    heard(11, balance, shared)
+    found = balance.to_json()
     assert found["costs"]["target"] == pytest.approx(0.2)
     assert found["costs"]["drafter"] == pytest.approx(0.1)
     assert found["text"] == "the target is 2.0× too slow for 1 drafter"
     assert found["workers"]["drafter 0"]["input"] == pytest.approx(0.5)
     assert found["workers"]["drafter 0"]["compiling"] == 0.0, "from the first row on"
     assert found["workers"]["target 0"]["row_ms"] == pytest.approx(200)
-    shared = Balance(clocks, Placement((0,), (0,)), 0, 1, 2)
-    assert shared.to_json(2.0)["costs"] is None
+    assert shared.to_json()["costs"] is None
+
+
+def test_shares_are_of_the_time_in_which_they_were_spent(at) -> None:
+    """A drafter that is always at work, and saves for long after the last update."""
+    clocks = [WorkerClock("target 0"), WorkerClock("drafter 0")]
+    balance = Balance(clocks, together(1), 0, 1, 2)
+    for step in range(1, 5):
+        at(1.0 + step)
+        clocks[1].seconds["busy"] = 1.0 + step
+        heard(step, balance)
+        assert (balance.to_json() is None) == (step < 4), "nothing is said of a few updates"
+    at(60.0)
+    clocks[1].seconds["busy"] = 60.0
+    found = balance.to_json()
+    assert (found["seconds"], found["step"]) == (3.0, 4)
+    assert found["workers"]["drafter 0"]["busy"] == 1.0
+    assert found["text"].endswith("drafters have work 100% of the time")
+
+
+def test_what_goes_on_counts_in_full_where_another_kind_interrupts_it() -> None:
+    clock = WorkerClock("drafter 0")
+    with clock.phase("update", 0):
+        time.sleep(0.02)
+        with clock.waiting("others"):
+            time.sleep(0.01)
+            within = clock.totals()
+        time.sleep(0.01)
+        after = clock.totals()
+    assert within["busy"] >= 0.02
+    assert within["others"] >= 0.01
+    assert after["busy"] >= 0.03
+    assert clock.totals()["busy"] >= after["busy"] - 1e-3
 
 
 def test_kinds_of_time_never_overlap() -> None:
@@ -217,20 +265,23 @@ def test_volatile_memory_has_a_cause() -> None:
 
 
 def test_a_run_ends_with_its_balance(tiny_run, tmp_path) -> None:
-    result = train(tiny_run("balance", pipeline={"targets": ["cpu"] * 2, "drafters": ["cpu"]}))
+    settings = {"pipeline": {"targets": ["cpu"] * 2, "drafters": ["cpu"]}, "training": {"steps": 8, "eval_every": 4}}
+    result = train(tiny_run("balance", **settings))
     events = list(read_events(result.folder / "events.jsonl"))
     last = [event for event in events if event["kind"] == "balance"][-1]
     assert last["final"] is True
     assert last["workers"].keys() == {"prefetch 0", "prefetch 1", "target 0", "target 1", "drafter 0"}
     assert all(set(KINDS) <= own.keys() for own in last["workers"].values())
-    assert 14 <= last["workers"]["drafter 0"]["rows"] <= 4 * 6 + 2 * 2, "from the first look behind the warm-up on"
+    # From the report of the first update, which comes with the second, to the end.
+    assert last["workers"]["drafter 0"]["rows"] == 6 * 6 + 2 * 2
+    assert all(sum(own[kind] for kind in KINDS) <= 1.001 for own in last["workers"].values())
     assert notable_line(last) == f"balance: {last['text']}"
     status = read_status(result.folder)
     assert any(line.startswith("balance") and last["text"] in line for line in status.lines())
     phases = [event["what"] for event in events if event["kind"] == "phase"]
-    assert phases.count("update") == 4
+    assert phases.count("update") == 8
     count = write_trace(result.folder, tmp_path / "trace.json")
-    assert 2 * 26 <= count["arrows"] <= 2 * 28, "the last spans may come after the last step"
+    assert 2 * 50 <= count["arrows"] <= 2 * 52, "the last spans may come after the last step"
 
 
 class FakeEnd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from draftsmith import cli
+from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog, read_events
 from draftsmith.pipeline import held_out
 from draftsmith.pipeline.data_commands import check_data
@@ -31,6 +33,27 @@ def test_rows_longer_than_the_targets_positions_are_said(tiny_run: Any, tmp_path
     (note,) = [note for note in make_plan(config).notices if "positions" in note]
     assert "documents of up to 640 tokens go beyond them: lower it to 512 to cut them there" in note
     assert note in check_data(config).notes
+
+
+def test_rows_far_beyond_the_targets_positions_are_refused(tiny_run: Any) -> None:
+    make_plan(tiny_run(rows={"length": 64 * 512}))
+    config = tiny_run(rows={"length": 100_000_000})
+    message = r"rows\.length: 100,000,000 tokens are more than 64 times the 512 positions of the target \(512 holds"
+    with pytest.raises(UserError, match=message):
+        make_plan(config)
+    assert "rows.length: 100,000,000 tokens" in check_data(config).failures[0]
+
+
+def test_anchors_far_above_what_rows_have_are_said(tiny_run: Any) -> None:
+    plan = make_plan(tiny_run())
+    assert not any("rows.anchors" in note for note in plan.notices)
+    part = plan.corpus.report.train
+    mean = part.anchors / part.rows
+    config = tiny_run(rows={"anchors": 95})
+    assert mean < 95 / 2  # or the note is not due
+    (note,) = [note for note in make_plan(config).notices if "rows.anchors" in note]
+    assert note.startswith(f"rows.anchors 95 is far above the {mean:,.0f} that a row of this data has on average: ")
+    assert note.endswith(f"{1 - mean / 95:.0%} of the drafter's work is padding (lower it to {math.ceil(mean)})")
 
 
 def test_init_lowers_rows_to_the_targets_positions_and_says_what_it_cuts(tiny_run: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import itertools
 import os
@@ -18,12 +19,12 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Event, EventLog, read_events
 from draftsmith.pipeline import saving
-from draftsmith.pipeline.link import Stop
+from draftsmith.pipeline.link import Stop, Stopped
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.saving import Saver
 from draftsmith.pipeline.signals import Terminated, listening
 from draftsmith.training import durable
-from draftsmith.training.checkpoint import load_checkpoint
+from draftsmith.training.checkpoint import load_checkpoint, save_checkpoint
 from draftsmith.training.step import Replica
 from failing_disk import FailingDisk
 
@@ -168,23 +169,62 @@ def test_a_last_save_waits_for_a_disk_that_recovers(tiny_run, monkeypatch: pytes
     assert len(of_kind(result.folder, "error")) == 3
 
 
-def test_sigterm_saves_and_ends_within_the_grace(tiny_run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_save_and_end_within_the_grace(tiny_run, number: int) -> None:
     config = tiny_run("term", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 20.0})
     sent: list[float] = []
 
     def terminate(event: Event) -> None:
         if event["kind"] == "step" and event["step"] == 3:
             sent.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(number)
     result = train(config, listener=terminate)
     assert time.monotonic() - sent[0] < 20.0
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert signal.getsignal(number) is handler
     assert result.reason == "terminated"
     assert 3 <= result.step < 5000
     assert result.checkpoint is not None
     assert load_checkpoint(result.checkpoint).step == result.step
+
+
+def test_interrupted_twice_says_what_is_kept(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second Ctrl-C comes while the checkpoint that the first one asked for is being written."""
+    config = tiny_run("twice", training={"steps": 5000, "save_every": 0, "eval_every": 0})
+    fails = False
+
+    def write(*arguments: Any) -> Path:
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        if fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save_checkpoint(*arguments)
+
+    def interrupt(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] % 3 == 0:
+            _thread.interrupt_main()
+
+    monkeypatch.setattr("draftsmith.pipeline.run.save_checkpoint", write)
+    with pytest.raises(KeyboardInterrupt, match="interrupted twice, at step") as ended:
+        train(config, listener=interrupt)
+    folder = Path(config.training.output)
+    (saved,) = (folder / "checkpoints").glob("step-*")
+    assert str(ended.value).endswith(f": what is kept is {saved}")
+    assert load_checkpoint(saved).step >= 3
+    fails = True  # then the one before it is what is left
+    with pytest.raises(KeyboardInterrupt, match="interrupted twice, at step") as ended:
+        train(config, resume=True, listener=interrupt)
+    assert str(ended.value).endswith(f": what is kept is {saved}")
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        saver = Saver(lambda *_: tmp_path, log, Stop())
+        saver.close()
+        with pytest.raises(Stopped):
+            saver.take(1, {}, {})
+    assert saver.last is None
 
 
 def test_a_disk_that_fails_during_the_grace_is_not_waited_for_longer(tiny_run, monkeypatch) -> None:

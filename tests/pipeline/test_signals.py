@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from draftsmith.observe.summary import read_summary
-from draftsmith.pipeline.signals import Terminated, listening
+from draftsmith.pipeline.signals import Terminated, listening, starting
 
 HEAD = """
 import atexit, os, signal, sys
@@ -24,7 +24,7 @@ def send(*numbers):
 class Imports:  # sees torch being imported
     def find_spec(self, name, path, target=None):
         if name == "torch":
-            send(signal.SIGUSR1)
+            send(signal.SIGUSR1, *AT_IMPORT)
 
 atexit.register(send, signal.SIGUSR1, signal.SIGTERM)  # registered first, called last
 sys.meta_path.insert(0, Imports())
@@ -33,8 +33,8 @@ assert "torch" not in sys.modules
 """
 
 
-def command(path: Path, tail: str) -> subprocess.CompletedProcess[str]:
-    code = f"{HEAD}code = main(['train', sys.argv[1]])\n{tail}\nsys.exit(code)"
+def command(path: Path, tail: str, at_import: str = "()") -> subprocess.CompletedProcess[str]:
+    code = f"AT_IMPORT = {at_import}{HEAD}code = main(['train', sys.argv[1]])\n{tail}\nsys.exit(code)"
     return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
 
 
@@ -54,9 +54,24 @@ def test_what_did_not_run_can_be_ended(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGTERM, ended.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_torch_loads_ends_with_one_line(tmp_path: Path, number: int) -> None:
+    (tmp_path / "run.yaml").write_text("target: {path: none}\ndata: {train: none}\n")
+    ended = command(tmp_path / "run.yaml", "", f"({int(number)},)")
+    assert ended.returncode == 143
+    assert ended.stderr == "draftsmith: terminated before there was anything to save\n"
+
+
+def test_ranks_are_ended_by_the_signal_itself() -> None:
+    """They wait for each other where Python hears nothing."""
+    before = signal.getsignal(signal.SIGTERM)
+    with starting(ranks=True):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.fixture
 def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     for number in before:
         signal.signal(number, signal.SIG_DFL)
     yield
@@ -73,6 +88,27 @@ def test_after_a_run_others_get_sigterm_back_and_a_late_sigusr1_does_nothing() -
     with pytest.raises(Terminated), listening(last=True):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_start_hands_over_to_the_run_and_leaves_nothing_behind() -> None:
+    with starting(ranks=False):
+        early = signal.getsignal(signal.SIGTERM)
+        assert early is signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
+        with pytest.raises(Terminated), listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a run has begun: there may be something to save"
+    with starting(ranks=False):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_sighup_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with starting(ranks=False), listening():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("handlers")

@@ -239,7 +239,7 @@ def _run(
         links = {worker.name: worker.inbox for worker in workers if hasattr(worker, "inbox")}
         began, done = time.perf_counter(), lambda: progress.steps_done
         devices, balance = plan.topology.devices, balance_of(plan, progress.clocks)
-        with Vitals(log, scratch, devices, progress.clocks, links, bench.queue, done, balance, progress.warm) as vitals:
+        with Vitals(log, scratch, devices, progress.clocks, links, bench.queue, done, balance) as vitals:
             supervise(workers, stop, progress, Signals(), 0.0, partial(explain, plan))
             interpreter = vitals.interpreter()
         if plan.compiled:

@@ -78,6 +78,7 @@ def find_files(entries: Iterable[str | Path | DataSource]) -> list[DataFile]:
 
 def _find(entry: DataSource) -> list[DataFile]:
     if entry.path == STDIN:
+        _refuse_parts(entry, "standard input", "split", "subset")
         return [DataFile("stdin", _read_stdin(), entry)]
     path = Path(entry.path)
     if path.is_dir():
@@ -85,14 +86,24 @@ def _find(entry: DataSource) -> list[DataFile]:
     if not path.exists():
         found = sorted(glob.glob(entry.path, recursive=True)) if glob.has_magic(entry.path) else []
         if found:
+            _refuse_parts(entry, "a file", "split", "subset")
             return [DataFile(name, Path(name), entry) for name in found if not Path(name).is_dir()]
         hub = _HUB_NAME.fullmatch(entry.path)
         if hub and not is_data_name(entry.path) and not entry.path.startswith("."):
             folder = _fetch(hub[1], entry.path)
             files = _files_of_folder(folder, entry)
             return [DataFile(f"{entry.path}/{file.relative_to(folder)}", file, entry) for file in files]
+    else:
+        _refuse_parts(entry, "a file", "split", "subset")
     # What is missing or may not be opened is said by whoever opens it.
     return [DataFile(entry.path, path, entry)]
+
+
+def _refuse_parts(entry: DataSource, what: str, *parts: str) -> None:
+    """Refuses an entry that names one of the parts ("split", "subset") that `what` cannot have."""
+    for part in parts:
+        if getattr(entry, part) is not None:
+            raise UserError(f"{what} has no {part}s", where=entry.path, fix=f"leave {part} out")
 
 
 def _read_stdin() -> Path:
@@ -130,10 +141,13 @@ def _files_of_folder(folder: Path, entry: DataSource) -> list[Path]:
     where = entry.path
     description = _json(folder / "dataset_dict.json", where)
     if description is not None:
+        _refuse_parts(entry, "what save_to_disk wrote", "subset")
         split = _choose(dict.fromkeys(description.get("splits", [])), entry.split, "split", where)
         return _files_of_folder(folder / split, entry.model_copy(update={"split": None}))
     state = _json(folder / "state.json", where)
     if state is not None and state.get("_data_files"):
+        _refuse_parts(entry, "what save_to_disk wrote", "subset")
+        _choose({state.get("_split") or "train": None}, entry.split, "split", where)
         return [folder / part["filename"] for part in state["_data_files"]]
     described = _described(folder, entry)
     if described is not None:

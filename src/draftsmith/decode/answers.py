@@ -30,6 +30,7 @@ from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, first_of, has_template
 from draftsmith.decode.resumable import open_output
 from draftsmith.decode.rounds import room_for_answer
+from draftsmith.decode.sampling import check_temperature
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
 
@@ -48,6 +49,9 @@ class AnswerOptions:
     top_p: float = 1.0
     seed: int = 0
     batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
 
     def sampling(self) -> dict[str, Any]:
         """What decides the answers; the batch size does not."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations import ROLES
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, need_file
 
 _LAYOUT = 'JSON lines of {"prompt": …} or {"messages": […]}, or plain lines'
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -79,13 +79,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """All prompts of a file, in order; blank lines are passed over.
 
     Raises:
-        UserError: the file is missing, unreadable or empty, or a line is not a prompt.
+        UserError: the file is missing, a folder, unreadable or empty, or a line is not a prompt.
     """
     path = Path(path)
+    need_file(path, "prompt file", f"give a file of prompts: {_LAYOUT}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise UserError("no such prompt file", where=str(path), fix=_LAYOUT) from None
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 at byte {error.start + 1}", where=str(path)) from None
     except OSError as error:

@@ -40,6 +40,7 @@ from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.resumable import OutputLines, open_output, unwritable
 from draftsmith.decode.rounds import answer_limit
+from draftsmith.decode.sampling import check_temperature
 from draftsmith.decode.server import ChatServer, GivenUpError, Reply
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
@@ -64,6 +65,9 @@ class Sampling:
     seed: int = 0
     template_options: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
 
 
 @dataclass

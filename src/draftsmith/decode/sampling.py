@@ -10,12 +10,22 @@ token is drawn from p. The result is distributed exactly as if the target had be
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+
+LOWEST_TEMPERATURE = 1e-5  # above 0; far below it, logits divided by it leave float32
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises UserError for a temperature that is neither 0 nor a finite number from `LOWEST_TEMPERATURE` up."""
+    if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < math.inf:
+        fix = f"0 is greedy; else a finite number from {LOWEST_TEMPERATURE:g} up"
+        raise UserError(f"temperature {temperature:g} cannot be sampled with", where="sampling", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature {self.temperature} is negative", where="sampling")
+        check_temperature(self.temperature)
         if self.top_k < 0:
             raise UserError(f"top_k {self.top_k} is negative", where="sampling", fix="0 keeps every token")
         if not 0 < self.top_p <= 1:

@@ -40,6 +40,7 @@ from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener, read_events
 from draftsmith.observe.picture import draw_run
 from draftsmith.pipeline.run import TrainResult, train
+from draftsmith.pipeline.signals import Terminated
 from draftsmith.target.load import Target, load_target
 
 PROMPTS = Path(__file__).resolve().parent / "prompts"
@@ -84,6 +85,7 @@ def run_demo(output: Path, *, seed: int = 0, listener: Listener | None = None, q
 
     Raises:
         UserError: the folder holds something already or cannot be written.
+        KeyboardInterrupt: interrupted; `Terminated` by SIGTERM while it trains.
     """
     size = QUICK if quick else FULL
     clock = _Clock()
@@ -112,6 +114,7 @@ def run_demo(output: Path, *, seed: int = 0, listener: Listener | None = None, q
     )
     with _threads(1):
         trained = train(config, listener=listener)
+    _require_finished(trained)
     seconds["training"] = clock.lap()
     _say(f"    {trained.step:,} updates, loss {trained.loss:.2f}. {seconds['training']:.0f} s.")
 
@@ -192,6 +195,7 @@ def _answer(target: Target, prompts: Sequence[Prompt], limit: int, listener: Lis
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
     answers: list[Answer] = []
     lock, began, written = threading.Lock(), time.monotonic(), 0
+    over = threading.Event()
 
     def work(first: int) -> None:
         nonlocal written
@@ -204,6 +208,8 @@ def _answer(target: Target, prompts: Sequence[Prompt], limit: int, listener: Lis
             batch_size=BATCH,
             indices=list(own),
         ):
+            if over.is_set():
+                return
             with lock:
                 answers.append(answer)
                 written += len(answer.tokens)
@@ -215,8 +221,13 @@ def _answer(target: Target, prompts: Sequence[Prompt], limit: int, listener: Lis
                 )
 
     with ThreadPoolExecutor(workers) as pool:
-        for finished in [pool.submit(work, first) for first in range(workers)]:
-            finished.result()
+        try:
+            for finished in [pool.submit(work, first) for first in range(workers)]:
+                finished.result()
+        except BaseException:  # Ctrl-C, or one share failed: the pool waits for its threads, which must not go on
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return sorted(answers, key=lambda answer: answer.index)
 
 
@@ -236,6 +247,13 @@ def _write_config(config: RunConfig, path: Path) -> None:
     head = "# The run of this demo. Repeat it, or change it, with\n#   draftsmith train {} training.output=runs/again\n"
     content = yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
     path.write_text(head.format(path) + content, encoding="utf-8")
+
+
+def _require_finished(trained: TrainResult) -> None:
+    """Raises KeyboardInterrupt if the training was stopped: its drafter is not the one that the demo measures."""
+    if trained.reason in ("interrupted", "terminated"):
+        ended = Terminated if trained.reason == "terminated" else KeyboardInterrupt
+        raise ended(f"{trained.reason} at step {trained.step} of the training: what is kept is {trained.checkpoint}")
 
 
 def _evaluate(

@@ -28,7 +28,7 @@ def environment_of(run: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError("no record of an environment here: not a run folder?", where=str(path)) from None
+        raise UserError("no record of an environment here: not a run folder?", where=str(run.resolve())) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     try:

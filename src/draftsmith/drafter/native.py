@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -165,18 +166,33 @@ def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a drafter on disk, whatever its layout.
 
     Raises:
-        UserError: no such folder, no `config.json`, or not a JSON object. Its fields may still hold anything.
+        UserError: no such folder, no `config.json` (of a run's folder: where its newest drafter is), or not a JSON
+            object. Its fields may still hold anything.
     """
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError("no drafter here: config.json is missing", where=str(folder)) from None
-    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(_why_no_drafter(folder), where=str(folder)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise UserError("is not a JSON object", where=str(path))
     return config
+
+
+def _why_no_drafter(folder: Path) -> str:
+    """Of a folder without `config.json`; runs keep their drafters in `checkpoints/step-…`, and people name the run."""
+    for root in (folder / "checkpoints", folder):
+        steps = [path.parent for path in root.glob(f"step-*/{CONFIG}") if re.fullmatch(r"step-\d+", path.parent.name)]
+        if steps:
+            newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
+            return f"this is a run: its newest drafter is {newest}"
+    if (folder / "run.json").exists():
+        return "this is a run that has saved no drafter yet"
+    return "no drafter here: config.json is missing"
 
 
 def read_spec(folder: Path, target_layers: int | None = None) -> DrafterSpec:

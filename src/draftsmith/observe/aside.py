@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ def written_aside(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
         errors: what becomes of text that UTF-8 cannot hold, as for `open`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or the path names a folder by its form ("/", ".").
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     aside = path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}.new")
     try:
         with aside.open("x", encoding="utf-8", errors=errors) as file:  # not mkstemp: others may read it as any file

@@ -135,7 +135,7 @@ def read_events(path: str | Path) -> Iterator[Event]:
                 if event is not None and event["kind"] != "summary":
                     yield event
     except FileNotFoundError:
-        raise UserError("no events here: not a run folder?", where=str(path)) from None
+        raise UserError("no events here: not a run folder?", where=str(Path(path).resolve().parent)) from None
     except OSError as error:
         raise UserError(f"events cannot be read: {error.strerror}", where=str(path)) from None
 

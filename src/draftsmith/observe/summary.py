@@ -246,7 +246,7 @@ def read_summary(path: Path) -> Summary:
             summary.content["partial"] = True
             return summary
     except FileNotFoundError:
-        raise UserError("no events here: not a run folder?", where=str(path)) from None
+        raise UserError("no events here: not a run folder?", where=str(Path(path).resolve().parent)) from None
     except OSError as error:
         raise UserError(f"events cannot be read: {error.strerror}", where=str(path)) from None
 

@@ -1,19 +1,23 @@
 """Who waits for whom, and what would be faster: the "balance" event of a run.
 
-Shares are of the time since the first update, by worker and kind (`clock`). The sentence compares what the targets can
-deliver with what the drafters can take, and asks the same chooser as "auto" for a better use of the same devices. What
-a row costs is what "auto" measured, else what the run's own rows took where no two workers share a device; on shared
-devices nobody can tell from outside, and only the waiting is told.
+Shares are of the time between the reports of the first update and of the last, by worker and kind (`clock`): the first
+is profiled and fills the queues, and what follows the last, saving above all, is no part of the pipeline's time. With
+fewer than `LEAST_UPDATES` between them nothing is said. The sentence compares what the targets can deliver with what
+the drafters can take, and asks the same chooser as "auto" for a better use of the same devices. What a row costs is
+what "auto" measured, else what the run's own rows took where no two workers share a device; on shared devices nobody
+can tell from outside, and only the waiting is told.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.observe.events import Event
 from draftsmith.pipeline.clock import KINDS, WorkerClock
 from draftsmith.pipeline.costs import Costs, Placement, choose, seconds_per_update
 from draftsmith.pipeline.topology import place
@@ -21,15 +25,31 @@ from draftsmith.pipeline.topology import place
 if TYPE_CHECKING:
     from draftsmith.pipeline.plan import Plan
 
+LEAST_UPDATES = 3
 LEAST_ROWS = 3  # of every worker, for its rows to say something
 BALANCED = 0.05  # of what the others can do
 WORTH_SAYING = 0.02  # of the speed
 SHORT = 0.15  # of a role's time
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """All clocks at one moment.
+
+    Attributes:
+        at: seconds, monotonic.
+        step: updates reported.
+        spent: seconds by worker and kind, and "rows".
+    """
+
+    at: float
+    step: int
+    spent: dict[str, dict[str, float]]
+
+
 @dataclass
 class Balance:
-    """See the module's docstring.
+    """See the module's docstring. A listener of the run's events (`heard`).
 
     Args:
         clocks: of all workers, named by role and number.
@@ -48,35 +68,38 @@ class Balance:
     queue: int
     costs: Costs | None = None
     lacks: Callable[[Placement], str] = lambda _placement: ""
-    _before: dict[str, dict[str, float]] = field(default_factory=dict)
+    _first: _Reading | None = None
+    _last: _Reading | None = None
 
-    def begin(self) -> None:
-        """Counts from here on."""
-        self._before = {clock.worker: {**clock.totals(), "rows": clock.rows} for clock in self.clocks}
+    def heard(self, event: Event) -> None:
+        """Reads the clocks whenever an update is reported."""
+        if event["kind"] == "step":
+            spent = {clock.worker: {**clock.totals(), "rows": float(clock.rows)} for clock in self.clocks}
+            self._last = _Reading(time.monotonic(), event["step"], spent)
+            self._first = self._first or self._last
 
-    def to_json(self, seconds: float) -> dict[str, Any]:
-        """The fields of the event.
-
-        Args:
-            seconds: since `begin`.
-        """
-        spent = {clock.worker: self._spent(clock) for clock in self.clocks}
+    def to_json(self) -> dict[str, Any] | None:
+        """The fields of the event; None: too few updates."""
+        first, last = self._first, self._last
+        if first is None or last is None or last.step - first.step < LEAST_UPDATES:
+            return None
+        seconds = last.at - first.at
+        spent = {
+            name: {kind: value - first.spent[name][kind] for kind, value in own.items()}
+            for name, own in last.spent.items()
+        }
         costs = self.costs if self.costs is not None and self.costs.measured else self._own_costs(spent)
         shares = {
             name: {
-                **{kind: round(min(1.0, own[kind] / max(seconds, 1e-9)), 4) for kind in KINDS},
+                **{kind: round(own[kind] / seconds, 4) for kind in KINDS},
                 "rows": int(own["rows"]),
                 "row_ms": round(1e3 * (own["busy"] + own["interpreter"]) / max(1, own["rows"]), 3),
             }
             for name, own in spent.items()
         }
         text = sentence(shares, costs, self.placement, self.devices, self.rows, self.queue, self.lacks)
-        return {"workers": shares, "costs": costs and costs.to_json(), "text": text, "seconds": round(seconds, 1)}
-
-    def _spent(self, clock: WorkerClock) -> dict[str, float]:
-        before = self._before.get(clock.worker, {})
-        now = {**clock.totals(), "rows": float(clock.rows)}
-        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+        told = {"workers": shares, "costs": costs and costs.to_json(), "text": text, "seconds": round(seconds, 1)}
+        return {"step": last.step, **told}
 
     def _own_costs(self, spent: dict[str, dict[str, float]]) -> Costs | None:
         """What a row of this run took; what an update took is part of a drafter's rows."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 KINDS = ("busy", "input", "output", "others", "compiling", "interpreter")
+_Begun = tuple[str, float, float | None]  # kind, seconds before it last paused, since when it goes on; None: it pauses
 AHEAD = 2  # rows that a thread may give to its device before one of them is done
 
 
@@ -48,23 +49,31 @@ class WorkerClock:
         self.interpreter_wait: Callable[[], float] = lambda: 0.0
         self._spans: list[dict[str, Any]] = []
         self._row: dict[str, Any] = {}
-        self._open: tuple[str, float] | None = None  # what has begun and is not counted yet
+        self._open: tuple[_Begun, ...] = ()  # what has begun and is not counted yet, the innermost last
 
     def totals(self) -> dict[str, float]:
         """`seconds` with what is going on at this moment."""
-        found, begun = dict(self.seconds), self._open
-        if begun is not None:
-            found[begun[0]] += time.perf_counter() - begun[1]
+        found, now = dict(self.seconds), time.perf_counter()
+        for what, seconds, since in self._open:
+            found[what] += seconds + (now - since if since is not None else 0.0)
         return found
 
     @contextmanager
     def opened(self, what: str) -> Iterator[None]:
         """Shows in `totals` that something of a kind goes on; whoever calls it counts it afterwards."""
-        before, self._open = self._open, (what, time.perf_counter())
+        outer, now = self._open, time.perf_counter()
+        if outer:  # it pauses
+            kind, seconds, since = outer[-1]
+            assert since is not None
+            outer = (*outer[:-1], (kind, seconds + now - since, None))
+        self._open = (*outer, (what, 0.0, now))
         try:
             yield
         finally:
-            self._open = None if before is None else (before[0], time.perf_counter())
+            if outer:
+                kind, seconds, _ = outer[-1]
+                outer = (*outer[:-1], (kind, seconds, time.perf_counter()))
+            self._open = outer
 
     def add(self, what: str, seconds: float) -> None:
         """Counts time that was measured elsewhere."""

@@ -119,11 +119,14 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
-def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) -> dict[str, Any]:
+def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *, again: bool = False) -> dict[str, Any]:
     """Fills Draftsmith's own cache for this config and checks it in another process.
 
+    A cache that holds everything and whose files are those of its manifest stays as it is, unless `again`.
+
     Returns:
-        folder, seconds of the filling and of the loading process's warm-up, bytes by kind, the coverage line.
+        folder, whether it was filled, and if so the seconds of the filling and of the loading process's warm-up; bytes
+        by kind, the coverage line, and whether it is verified.
 
     Raises:
         UserError: the cache cannot be written, or replaced because another process uses it; a process fails, or the
@@ -136,6 +139,8 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
         if not plan.compiled:
             raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
         place = cache_folder(plan)
+        if not again and _is_full(plan, place):
+            return {"filled": False, **_state(plan, place), "verified": True}
         root = cache.root_folder()
         with cache_refusals(fix=ELSEWHERE):
             cache.make_writable(root)
@@ -165,13 +170,25 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None) ->
                 cache.write_manifest(checking, machine_facts(), named)
                 cache.swap_in(checking, place)
         return {
-            "folder": str(place),
+            "filled": True,
             "cold_seconds": cold["warm_up_seconds"],
             "loaded_seconds": second["warm_up_seconds"],
-            "bytes": cache.sizes(place),
-            "coverage": cache.coverage(place, needs(plan)).line(),
+            **_state(plan, place),
             "verified": second["ok"],
         }
+
+
+def _is_full(plan: Plan, place: Path) -> bool:
+    """Whether `cache verify` would find nothing amiss in a cache, and nothing missing."""
+    return not cache.coverage(place, needs(plan)).missing and not cache.verify(place, machine_facts())
+
+
+def _state(plan: Plan, place: Path) -> dict[str, Any]:
+    return {
+        "folder": str(place),
+        "bytes": cache.sizes(place),
+        "coverage": cache.coverage(place, needs(plan)).line(),
+    }
 
 
 def show(config: RunConfig | None = None) -> dict[str, Any]:

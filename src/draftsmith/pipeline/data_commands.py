@@ -33,7 +33,7 @@ from draftsmith.decode.score import Score, score_rows
 from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
 from draftsmith.errors import UserError
 from draftsmith.objective import decay_weights
-from draftsmith.pipeline.plan import beyond_positions
+from draftsmith.pipeline.plan import beyond_positions, check_length
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import TargetGeometry, read_geometry
 from draftsmith.target.load import load_tokenizer, read_stop_ids
@@ -258,6 +258,7 @@ def _corpus(
     config: RunConfig, tokenizer: Any, block_size: int, progress: Callable[[int], None] | None = None
 ) -> Corpus:
     """What a run of this config would train on."""
+    check_length(config.rows.length, read_geometry(config.target))
     return prepare_corpus(
         config.data,
         tokenizer,

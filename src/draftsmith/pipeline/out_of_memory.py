@@ -85,6 +85,8 @@ def _lowered(plan: Plan) -> Iterator[tuple[str, RunConfig]]:
     tile = _TILE if plan.attention == "flex" else 1
     anchors = _half(config.rows.anchors, tile // math.gcd(tile, slots))
     length = _half(config.rows.length, max(tile, 16))
+    if length <= config.rows.anchors:  # which no config may say
+        length = config.rows.length
     chunk = max(slots - 1, config.head_chunk(slots) // 2)
     # What the settings are, and what they would be.
     for section, name, now, then in (

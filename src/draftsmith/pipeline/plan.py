@@ -33,6 +33,10 @@ from draftsmith.target.load import load_tokenizer, read_stop_ids
 from draftsmith.target.taps import MaskToken, choose_mask_token
 from draftsmith.target.weights import count_weights
 
+# A row may hold documents that use all positions, but no use is known for so many.
+MOST_ROWS_OF_POSITIONS = 64
+# Times the anchors that an average row can have: above it most of the draft work is padding.
+MANY_ANCHORS = 2
 # Fields of the config's drafter section that a drafter to start from decides.
 _OF_INIT = (
     *("layers", "block_size", "taps", "mask_token_id", "heads", "kv_heads", "head_dim", "intermediate_size"),
@@ -165,6 +169,7 @@ def make_plan(
     """
     notices: list[str] = []
     geometry = read_geometry(config.target)
+    check_length(config.rows.length, geometry)
     tokenizer = load_tokenizer(config.target)
     own_rows = len(range(rank, config.training.rows_per_update, ranks))
     topology = resolve_topology(config.pipeline, own_rows)
@@ -189,6 +194,7 @@ def make_plan(
     spec = spec or resolve_spec(config.drafter, geometry, mask.id)
 
     notices += beyond_positions(config.rows.length, corpus.report, geometry)
+    notices += spare_anchors(config.rows.anchors, corpus.report)
     attention, compiled = resolve_attention(config, spec.block_size, on_cuda, notices)
     sequence = replace(_sequence(config, corpus, overfit, notices), rank=rank, ranks=ranks)
     with torch.device("meta"):
@@ -263,6 +269,32 @@ def check_dealing(config: RunConfig, own_rows: int, drafters: int, rank: int, ra
             f"rows_per_update {own_rows} is not a multiple of {drafters} drafters"
             f": {100 * idle / (own_rows + idle):.0f} % of the drafters' time is idle"
         )
+
+
+def check_length(length: int, geometry: TargetGeometry) -> None:
+    """Refuses rows so long that packing them and estimating their memory would be all that ever happens.
+
+    Raises:
+        UserError: more than `MOST_ROWS_OF_POSITIONS` times the target's positions.
+    """
+    positions = geometry.max_position_embeddings
+    if length > MOST_ROWS_OF_POSITIONS * positions:
+        raise UserError(
+            f"{length:,} tokens are more than {MOST_ROWS_OF_POSITIONS} times the {positions:,} positions of the target",
+            where="rows.length",
+            fix=f"{positions} holds any document that the target can read",
+        )
+
+
+def spare_anchors(anchors: int, report: DataReport) -> list[str]:
+    """What is to be said where rows are asked for far more anchors than they can have."""
+    mean = report.train.anchors / report.train.rows
+    if anchors <= MANY_ANCHORS * mean:
+        return []
+    return [
+        f"rows.anchors {anchors:,} is far above the {mean:,.0f} that a row of this data has on average: "
+        f"{1 - mean / anchors:.0%} of the drafter's work is padding (lower it to {math.ceil(mean)})"
+    ]
 
 
 def beyond_positions(length: int, report: DataReport, geometry: TargetGeometry) -> list[str]:

@@ -110,7 +110,6 @@ class Progress:
         self._recent: deque[tuple[float, int, float]] = deque()
         self._pending: deque[_Pending] = deque()
         self.steps_done = first_update
-        self.stepped_at = math.inf  # monotonic, when the last update was given to the device
         self.reason = "all steps done"
         self.loss = math.nan
         self.losses: list[float] = []
@@ -165,7 +164,7 @@ class Progress:
 
     def stepped(self, update: int, sums: Sums, norm: Tensor) -> None:
         """An update was given to the device."""
-        self.steps_done, self.stepped_at = update + 1, time.monotonic()
+        self.steps_done = update + 1
         self._post(update)
         self._report("step", update, torch.cat((norm.reshape(1), sums.values)))
 

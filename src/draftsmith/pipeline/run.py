@@ -74,6 +74,7 @@ class TrainResult:
     Attributes:
         folder: of the run.
         step: updates done.
+        steps: updates of the whole run.
         reason: why it ended ("all steps done", "time limit", "interrupted", "terminated", "overfitted").
         loss, tau_proxy: of the last update; not numbers if this process made none.
         losses: of every update of this process.
@@ -81,12 +82,13 @@ class TrainResult:
         checkpoint: folder of the last checkpoint, which is also the exported drafter.
         seconds: from the first row on.
         tokens: real tokens trained on.
-        succeeded: false only for an overfit run whose loss stayed up.
+        succeeded: false only for an overfit run whose loss stayed up, be it because it was stopped.
         rank: of this process; rank 0 tells people.
     """
 
     folder: Path
     step: int
+    steps: int
     reason: str
     loss: float
     tau_proxy: float
@@ -311,9 +313,8 @@ def _run(
             if ranks.writes:
                 saver.prepare(snapshot()[0])  # while the warm-up compiles
             balance = balance_of(plan, progress.clocks)
-            done, at, warm = (lambda: progress.steps_done), (lambda: progress.stepped_at), progress.warm
-            others = ranks.post_sample
-            with Vitals(log, folder, devices, progress.clocks, links, queue, done, balance, warm, others, at):
+            done, others = (lambda: progress.steps_done), ranks.post_sample
+            with Vitals(log, folder, devices, progress.clocks, links, queue, done, balance, others):
                 supervise(workers, stop, progress, setting.signals, config.training.grace, partial(explain, plan))
             if held_out is not None and saver.last is not None and progress.reason not in ABANDONED:
                 held_out.offer(saver.last_step, saver.last, last=True)
@@ -361,6 +362,7 @@ def _result(setting: _Setting, progress: Progress, checkpoint: Checkpoint | None
     return TrainResult(
         folder=setting.folder,
         step=progress.steps_done,
+        steps=progress.sequence.steps,
         reason=reason,
         loss=progress.loss,
         tau_proxy=progress.tau_proxy,

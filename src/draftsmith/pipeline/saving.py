@@ -29,7 +29,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.hang import HungError
-from draftsmith.pipeline.link import Stop
+from draftsmith.pipeline.link import Stop, Stopped
 
 RETRY_SECONDS = 15.0  # after the first failure; twice as long after each further one
 LONGEST_RETRY_SECONDS = 600.0
@@ -125,6 +125,9 @@ class Saver:
         """Copies the tensors and has them written; waits for the thread to be free first.
 
         The caller sees to it that no work on any device still changes them.
+
+        Raises:
+            Stopped: after `close`.
         """
         self._wait_until_idle()
         began = time.monotonic()
@@ -142,6 +145,8 @@ class Saver:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         with self._changed:
+            if self._closed:  # what has been said of the last checkpoint must stay true
+                raise Stopped
             self._job = _Job(step, copies, state, time.monotonic() - began, last)
             self._wake()
 
@@ -167,7 +172,10 @@ class Saver:
             self.take(step, tensors, state, last=True)
 
     def close(self) -> None:
-        """Waits for what is being written, and ends the thread. Behind a hang not for long: it may be the cause."""
+        """Waits for what is being written, and ends the thread: nothing is written from then on.
+
+        Behind a hang it does not wait for long: the thread may be the cause.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()

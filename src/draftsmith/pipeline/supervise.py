@@ -1,8 +1,8 @@
 """The main thread while workers run: starts them, waits, answers Ctrl-C and signals, raises what went wrong first.
 
-Ctrl-C once finishes the update and saves, twice stops at once. SIGTERM saves within the grace: an update that takes
-longer than its share of that time is given up, and the state before it saved. If nothing moves for too long, the run
-ends with the name of the worker that stands still (`hang`).
+Ctrl-C once finishes the update and saves, twice stops at once, but for a checkpoint that is being written. SIGTERM
+saves within the grace: an update that takes longer than its share of that time is given up, and the state before it
+saved. If nothing moves for too long, the run ends with the name of the worker that stands still (`hang`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from draftsmith.pipeline.progress import LAST_SAVE_SECONDS, Progress
 from draftsmith.pipeline.pulse import RankLost
 from draftsmith.pipeline.signals import Signals, Terminated
 from draftsmith.pipeline.workers import DrafterWorker, Worker
+from draftsmith.training.checkpoint import list_checkpoints
 
 JOIN_SECONDS = 10.0
 HUNG_JOIN_SECONDS = 2.0  # for the others, behind a worker that hangs
@@ -81,7 +82,7 @@ def supervise(
                     raise
                 if interrupts > 1:
                     stop.set()
-                    kept = f"what is kept is {progress.checkpoint}" if progress.checkpoint else "nothing was saved"
+                    kept = _kept(progress)
                     raise KeyboardInterrupt(f"interrupted twice, at step {progress.steps_done}: {kept}") from None
                 progress.request_end("interrupted")
             except BaseException:  # whatever it is, the workers must not go on without this thread
@@ -121,6 +122,14 @@ class _Termination:
         # Each worker leaves after its row; the process should not end in the middle of one.
         _join(self.workers, self.patience + self.grace * (1 - PATIENT_SHARE) - 1.0 - time.monotonic())
         return True
+
+
+def _kept(progress: Progress) -> str:
+    """What a run leaves that ends at once: the newest checkpoint of its folder, once none is being written any more."""
+    if progress.ranks.writes:
+        progress.saver.close()
+    saved = list_checkpoints(progress.log.path.parent)
+    return f"what is kept is {saved[-1]}" if saved else "nothing was saved"
 
 
 def _join(workers: list[Worker], seconds: float) -> None:

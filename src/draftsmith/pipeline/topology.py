@@ -97,7 +97,8 @@ def resolve_topology(
         drafters = tuple(parse_device(name) for name in config.drafters)
         return Topology(tuple(span[0] for span in spans), drafters, "as configured", spans)
     if len(automatic) == 1 or len(config.targets) > 1 or len(config.drafters) > 1:
-        raise UserError("auto stands for both roles and for all devices", where=f"pipeline.{automatic[0]}")
+        fix = f"name pipeline.{automatic[0]} too" if len(automatic) == 1 else "write auto once for each role, alone"
+        raise UserError("auto stands for both roles and for all devices", where=f"pipeline.{automatic[0]}", fix=fix)
     devices = _gpus()
     if not devices:
         return Topology((torch.device("cpu"),), (torch.device("cpu"),), "no GPU found")

@@ -12,7 +12,6 @@ If it fails: the run goes on; the failure is one notice, and there are no more v
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from draftsmith.pipeline.link import Link
 
 VITALS_SECONDS = 10.0
 MEMORY_SECONDS = 1.0
-WARM_SECONDS = 0.05  # between two looks whether the first row may start
 BALANCE_SECONDS = 60.0
 VOLATILE = 0.01  # share from which a cause is named
 
@@ -47,9 +45,7 @@ class Vitals:
         capacity: of each link.
         step: updates done so far.
         balance: says what slows the run down; None: nobody.
-        warm: set when the first row may start; None: it may.
         exchange: leaves this rank's sample for the others and returns theirs, by rank.
-        stepped_at: when (`time.monotonic`) the last update was done.
     """
 
     def __init__(
@@ -62,20 +58,16 @@ class Vitals:
         capacity: int,
         step: Callable[[], int],
         balance: Balance | None = None,
-        warm: threading.Event | None = None,
         exchange: Callable[[dict[str, Any]], list[tuple[int, dict[str, Any]]]] = lambda _sample: [],
-        stepped_at: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._exchange = exchange
         self._log, self._folder, self._clocks, self._links = log, folder, clocks, links
         self._capacity, self._step = capacity, step
-        self._balance, self._warm, self._stepped_at = balance, warm, stepped_at
-        self._began: float | None = None  # behind the first update, as far as this thread knows
-        self._first = step()
+        self._balance = balance
         self._cuda = [device for device in devices if device.type == "cuda"]
         self._memory = {device: _Memory(device) for device in self._cuda}
         self._before: dict[str, dict[str, float]] = {}
-        self._before_at = self._before_first = time.monotonic()
+        self._before_at = time.monotonic()
         self._over = threading.Event()
         self._probe = InterpreterProbe()
         self._thread = threading.Thread(target=self._work, name="vitals", daemon=True)
@@ -83,6 +75,8 @@ class Vitals:
     def __enter__(self) -> Vitals:
         for clock in self._clocks:
             clock.interpreter_wait = self._probe.wait
+        if self._balance is not None:
+            self._log.listen(self._balance.heard)
         self._probe.start()
         self._thread.start()
         return self
@@ -102,8 +96,9 @@ class Vitals:
             idle = {clock.worker: dict.fromkeys(clock.seconds, 0.0) for clock in self._clocks}
             self._exchange({"devices": [], "queues": {}, "workers": idle})
             vitals_at, balance_at = time.monotonic() + VITALS_SECONDS, time.monotonic() + BALANCE_SECONDS
-            while not self._over.wait(self._patience()):
-                self._look()
+            while not self._over.wait(min(MEMORY_SECONDS, VITALS_SECONDS)):
+                for memory in self._memory.values():
+                    memory.look()
                 if time.monotonic() >= vitals_at:
                     vitals_at += VITALS_SECONDS
                     self._log.write("vitals", **self.sample(probe))
@@ -119,27 +114,10 @@ class Vitals:
         except Exception as error:  # what watches a run must never end it
             self._log.write("notice", text=f"no more vitals: {type(error).__name__}: {error}")
 
-    def _patience(self) -> float:
-        waits_for_first = self._balance is not None and self._began is None
-        return min(WARM_SECONDS if waits_for_first else MEMORY_SECONDS, VITALS_SECONDS)
-
-    def _look(self) -> None:
-        """What is looked at more often than it is written."""
-        for memory in self._memory.values():
-            memory.look()
-        # The first update is profiled and fills the queues: what it took says nothing of the others.
-        warm = self._warm is None or self._warm.is_set()
-        if self._balance is not None and self._began is None and warm and self._step() > self._first:
-            self._began = time.monotonic()
-            self._balance.begin()
-
     def _tell(self, *, final: bool) -> None:
-        if self._balance is None:
-            return
-        # What follows the last update, saving above all, is no part of the pipeline's time.
-        until = min(self._stepped_at(), time.monotonic()) if final else time.monotonic()
-        seconds = until - (self._began or self._before_first)
-        self._log.write("balance", step=self._step(), final=final, **self._balance.to_json(seconds))
+        found = self._balance.to_json() if self._balance is not None else None
+        if found is not None:
+            self._log.write("balance", final=final, **found)
 
     def interpreter(self) -> dict[str, Any]:
         """How often the interpreter was taken, of late, and for how long; see `InterpreterProbe.to_json`."""
