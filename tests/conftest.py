@@ -39,6 +39,17 @@ def tokenised_data(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DRAFTSMITH_DATA_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
 
 
+@pytest.fixture
+def default_signals():
+    """Signals do what the system lets them do, also under nohup, whose children ignore SIGHUP."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Torch computes in one thread: what is compared bit for bit, and what would make teams of threads wait."""

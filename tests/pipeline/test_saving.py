@@ -169,6 +169,7 @@ def test_a_last_save_waits_for_a_disk_that_recovers(tiny_run, monkeypatch: pytes
     assert len(of_kind(result.folder, "error")) == 3
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_save_and_end_within_the_grace(tiny_run, number: int) -> None:
     config = tiny_run("term", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 20.0})

@@ -54,6 +54,7 @@ def test_what_did_not_run_can_be_ended(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGTERM, ended.stderr
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_torch_loads_ends_with_one_line(tmp_path: Path, number: int) -> None:
     (tmp_path / "run.yaml").write_text("target: {path: none}\ndata: {train: none}\n")
@@ -69,17 +70,7 @@ def test_ranks_are_ended_by_the_signal_itself() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.fixture
-def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-    for number in before:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("default_signals")
 def test_after_a_run_others_get_sigterm_back_and_a_late_sigusr1_does_nothing() -> None:
     with listening():
         pass
@@ -90,7 +81,7 @@ def test_after_a_run_others_get_sigterm_back_and_a_late_sigusr1_does_nothing() -
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("default_signals")
 def test_the_start_hands_over_to_the_run_and_leaves_nothing_behind() -> None:
     with starting(ranks=False):
         early = signal.getsignal(signal.SIGTERM)
@@ -103,7 +94,7 @@ def test_the_start_hands_over_to_the_run_and_leaves_nothing_behind() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("default_signals")
 def test_a_sighup_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with starting(ranks=False), listening():
@@ -111,7 +102,7 @@ def test_a_sighup_that_is_ignored_stays_so() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("default_signals")
 def test_handlers_of_others_come_back() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _frame: heard.append(number))
