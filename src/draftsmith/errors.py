@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +39,11 @@ class UserError(Exception):
         place = f"{self.where}: " if self.where else ""
         remedy = f" ({self.fix})" if self.fix else ""
         return f"{place}{self.what}{remedy}"
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """What to tell of many names: the first ones, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def need_file(path: str | Path, what: str, fix: str = "") -> None:

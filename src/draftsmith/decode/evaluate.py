@@ -31,7 +31,7 @@ import torch
 
 from draftsmith.decode.cache import DecodeCache
 from draftsmith.decode.distribution import DistributionTest, check_distribution
-from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts, first_of
+from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts
 from draftsmith.decode.rounds import answer_limit, room_for_answer
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import (
@@ -43,7 +43,7 @@ from draftsmith.decode.speculative import (
     StaticRounds,
     decode,
 )
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_of
 
 NOT_LOOPING = 0.6
 WARM_UP_TOKENS = 16

@@ -150,11 +150,6 @@ def later_turns(prompts: Sequence[Prompt], where: str) -> str:
     return f"{where}: {count} prompts have {turns} further turns, which are not asked here: only the first is answered"
 
 
-def first_of(names: Sequence[str], most: int = 5) -> str:
-    """What to tell of many names, such as those of prompts: the first ones, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def has_template(tokenizer: Any) -> bool:
     """Whether prompts are set in a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.drafter.native import expected_shapes, layer_config, read_weights, weight_files
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_of
 from draftsmith.export.engines import ENGINES
 from draftsmith.target.geometry import TargetGeometry
 
@@ -28,6 +28,7 @@ Outcome = Literal["loads", "differs", "refuses"]
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # name → (shape, dtype)
 
 # Fields that somebody reads, or that are known to be harmless; everything else is named as ignored.
+_NAMED = 3  # tensors and fields of a finding
 _KNOWN = {
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map", "use_cache"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -159,7 +160,8 @@ def check_tensors(files: Files) -> Iterator[Finding]:
         yield Finding(
             "tensor-missing",
             "error",
-            f"{_some(missing)}: nobody checks; the engines decode with whatever stands in memory or with fresh weights",
+            f"{first_of(missing, _NAMED)}: nobody checks; the engines decode with whatever stands in memory or with "
+            "fresh weights",
             everybody("differs"),
         )
     yield from _biases(sorted(biases), sorted(biases.keys() - found.keys()))
@@ -173,14 +175,14 @@ def check_tensors(files: Files) -> Iterator[Finding]:
         yield Finding(
             "tensor-extra",
             "error",
-            f"{_some(extra)}: z-lab and SGLang ignore them without a word, vLLM "
+            f"{first_of(extra, _NAMED)}: z-lab and SGLang ignore them without a word, vLLM "
             + ("takes them for its own embedding or head" if theirs == extra else "has no parameter of that name"),
             outcomes,
         )
     misshapen = sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])
     if misshapen:
         texts = [f"{name} is {list(found[name])}, the config says {list(expected[name])}" for name in misshapen]
-        yield Finding("tensor-shape", "error", _some(texts), everybody("refuses"))
+        yield Finding("tensor-shape", "error", first_of(texts, _NAMED), everybody("refuses"))
     if (files.folder / "mask_embedding.pt").exists():
         yield Finding(
             "mask-embedding",
@@ -210,8 +212,8 @@ def _biases(names: list[str], missing: list[str]) -> Iterator[Finding]:
         yield Finding(
             "attention-bias",
             "error",
-            f"attention_bias is true, but {_some(missing)} are not here: nobody checks; the engines decode with fresh "
-            "biases or whatever stands in memory",
+            f"attention_bias is true, but {first_of(missing, _NAMED)} are not here: nobody checks; the engines decode "
+            "with fresh biases or whatever stands in memory",
             everybody("differs"),
         )
     elif names:
@@ -235,10 +237,6 @@ def check_quantization(files: Files) -> Iterator[Finding]:
             "plain ones, quantise them, or ignore the field, as the method has it",
             everybody("differs"),
         )
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_block_size(files: Files) -> Iterator[Finding]:
@@ -326,7 +324,7 @@ def check_vocabulary(files: Files) -> Iterator[Finding]:
     if reduced in (None, rows):
         maps = sorted(held.keys() & {"t2d", "d2t"})
         if maps:
-            yield Finding("vocabulary-maps", "warning", f"{_some(maps)}, but the vocabulary is not reduced")
+            yield Finding("vocabulary-maps", "warning", f"{first_of(maps, _NAMED)}, but the vocabulary is not reduced")
         return
     hidden = files.layer_config.get("hidden_size")
     need: dict[str, tuple[Any, ...]] = {"t2d": (rows,), "d2t": (reduced,), "lm_head.weight": (reduced, hidden)}
@@ -335,7 +333,7 @@ def check_vocabulary(files: Files) -> Iterator[Finding]:
         yield Finding(
             "vocabulary-maps",
             "error",
-            f"draft_vocab_size is {reduced} of {rows}, but {_some(missing)} is missing",
+            f"draft_vocab_size is {reduced} of {rows}, but {first_of(missing, _NAMED)} is missing",
             {"vllm": "refuses" if "lm_head.weight" in missing else "differs", "speculators": "refuses"},
         )
         return
@@ -343,7 +341,9 @@ def check_vocabulary(files: Files) -> Iterator[Finding]:
     if not wrong:
         wrong = list(_map_faults(files.folder, reduced))
     if wrong:
-        yield Finding("vocabulary-maps", "error", _some(wrong), {"vllm": "differs", "speculators": "refuses"})
+        yield Finding(
+            "vocabulary-maps", "error", first_of(wrong, _NAMED), {"vllm": "differs", "speculators": "refuses"}
+        )
     else:
         yield Finding("vocabulary-maps", "info", f"drafts come from {reduced} of {rows} rows")
 

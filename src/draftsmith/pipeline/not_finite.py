@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.blocks import Document
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_of
 from draftsmith.objective import Sums
 from draftsmith.pipeline.jobs import Job
 from draftsmith.training.finite import first_not_finite
@@ -129,5 +129,4 @@ class NotFinite:
 
     def _name(self, job: Job) -> str:
         names = list(dict.fromkeys(document.name for document in self._documents(job.row)))
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return f"row {job.row} ({', '.join(names[:_NAMED])}{more})"
+        return f"row {job.row} ({first_of(names, _NAMED)})"
