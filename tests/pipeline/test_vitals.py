@@ -34,6 +34,19 @@ def test_shares_are_of_the_time_since_the_last_sample(tmp_path: Path) -> None:
     assert second["host"]["disk_free"] > 0
 
 
+def test_what_waited_for_the_interpreter_was_shown_as_busy_until_it_ended(tmp_path: Path) -> None:
+    clock = WorkerClock("target 0")
+    clock.interpreter_wait = lambda: 1.0  # all that the thread sleeps is such a wait
+    with EventLog(tmp_path / "events.jsonl") as log:
+        vitals = Vitals(log, tmp_path, (torch.device("cpu"),), [clock], {}, 2, lambda: 0)
+        with clock.busy(0):
+            time.sleep(0.05)
+            within = vitals.sample(None)["workers"]["target 0"]
+        after = vitals.sample(None)["workers"]["target 0"]
+    assert within["busy"] > 0 == within["interpreter"]
+    assert after["interpreter"] > 0 == after["busy"]
+
+
 def test_a_run_has_vitals(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VITALS_SECONDS", 0.05)
     result = train(tiny_run("vitals"))

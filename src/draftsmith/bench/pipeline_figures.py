@@ -17,7 +17,7 @@ import torch
 from draftsmith.bench.setting import GIB
 from draftsmith.bench.timing import Timing
 from draftsmith.observe.events import Event
-from draftsmith.pipeline.clock import KINDS
+from draftsmith.pipeline.clock import KINDS, between
 from draftsmith.pipeline.costs import Costs, choose, seconds_per_update
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.plan import Plan
@@ -62,8 +62,9 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
     gaps = [1e3 * (late - early) for early, late in itertools.pairwise(ends)]
     rows = plan.sequence.own_rows * (last - first)
     shares = {
-        worker: {kind: round((now[kind] - watch.spent[first][worker][kind]) / seconds, 4) for kind in KINDS}
+        worker: {kind: round(grown[kind] / seconds, 4) for kind in KINDS}
         for worker, now in watch.spent[last].items()
+        for grown in [between(watch.spent[first][worker], now)]
     }
     topology = plan.topology
     cuda = [device for device in topology.devices if device.type == "cuda"]

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.observe.events import Event
-from draftsmith.pipeline.clock import KINDS, WorkerClock
+from draftsmith.pipeline.clock import KINDS, WorkerClock, between
 from draftsmith.pipeline.costs import Costs, Placement, choose, seconds_per_update
 from draftsmith.pipeline.topology import place
 
@@ -84,10 +84,7 @@ class Balance:
         if first is None or last is None or last.step - first.step < LEAST_UPDATES:
             return None
         seconds = last.at - first.at
-        spent = {
-            name: {kind: value - first.spent[name][kind] for kind, value in own.items()}
-            for name, own in last.spent.items()
-        }
+        spent = {name: between(first.spent[name], own) for name, own in last.spent.items()}
         costs = self.costs if self.costs is not None and self.costs.measured else self._own_costs(spent)
         shares = {
             name: {

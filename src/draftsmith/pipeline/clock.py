@@ -147,6 +147,14 @@ class WorkerClock:
         return [{"worker": self.worker, **span} for span in spans]
 
 
+def between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What each kind grew by from one reading of `WorkerClock.totals` to a later one, in seconds.
+
+    Never negative: what an open span counts as busy may turn out, once it ends, to have waited for the interpreter.
+    """
+    return {what: max(0.0, value - before.get(what, 0.0)) for what, value in after.items()}
+
+
 def _thread_use() -> tuple[int, float]:
     """(times that this thread went to sleep, seconds that it was on a core)."""
     used = resource.getrusage(resource.RUSAGE_THREAD)

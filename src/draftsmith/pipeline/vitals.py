@@ -23,7 +23,7 @@ import torch
 from draftsmith.observe.devices import DeviceProbe, host_facts
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import Balance
-from draftsmith.pipeline.clock import WorkerClock
+from draftsmith.pipeline.clock import WorkerClock, between
 from draftsmith.pipeline.interpreter import InterpreterProbe
 from draftsmith.pipeline.link import Link
 
@@ -130,10 +130,8 @@ class Vitals:
         workers: dict[str, dict[str, float]] = {}
         for clock in self._clocks:
             spent = clock.totals()
-            before = self._before.get(clock.worker, {})
-            workers[clock.worker] = {
-                what: round(min(1.0, (value - before.get(what, 0.0)) / seconds), 4) for what, value in spent.items()
-            }
+            grown = between(self._before.get(clock.worker, {}), spent)
+            workers[clock.worker] = {what: round(min(1.0, value / seconds), 4) for what, value in grown.items()}
             self._before[clock.worker] = spent
         self._before_at = now
         devices = {each["device"]: each for each in (probe.sample() if probe is not None else [])}
