@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_minimal_config_and_its_published_defaults(tmp_path: Path) -> None:
 
 def test_overrides_are_read_as_yaml_and_make_missing_sections(tmp_path: Path) -> None:
     overrides = ["drafter.taps=[1, 3]", "training.steps=20", "data.train=other.jsonl", "optimizer.lr=1.0e-3"]
-    overrides += ["pipeline.targets=[cpu, cpu]", "drafter.causal=false", "training.output="]
+    overrides += ["pipeline.targets=[cpu, cpu]", "drafter.causal=false", "target.gguf_file="]
     config = load_config(write(tmp_path, TEXT + "drafter:\n"), overrides)
     assert config.drafter.taps == (1, 3)
     assert config.training.steps == 20
@@ -48,7 +49,7 @@ def test_overrides_are_read_as_yaml_and_make_missing_sections(tmp_path: Path) ->
     assert config.optimizer.lr == 1e-3
     assert config.pipeline.targets == ("cpu", "cpu")
     assert config.drafter.causal is False
-    assert config.training.output == ""
+    assert config.target.gguf_file == ""
 
 
 def test_standard_input_is_a_dash_although_yaml_reads_a_list_of_nothing(tmp_path: Path) -> None:
@@ -229,6 +230,9 @@ def test_every_wrong_key_is_counted() -> None:
         ("data", {"train": ["a", None]}, "run.yaml: data.train.1: Input should be a path, or a section with one"),
         ("data", {"train": ["a", ""]}, "run.yaml: data.train.1: Input should not be empty"),
         ("data", {"train": {"path": "a", "weight": 0}}, "run.yaml: data.train.weight: Input should be greater than 0"),
+        ("data", {"train": "a", "template_options": {"a": float("nan")}}, "data.template_options: Input should be"),
+        ("data", {"train": "a", "template_options": {"a": [float("inf")]}}, "data.template_options: Input should be"),
+        ("data", {"train": "a", "template_options": {"day": date(2024, 7, 26)}}, "data.template_options: Input should"),
         ("rows", {"length": 512, "anchors": 512}, "rows: anchors is 512, but a row of 512 tokens has at most 511"),
         ("training", {"steps": True}, "training.steps: Input should be a number, not true"),
         ("drafter", {"layers": True}, "drafter.layers: Input should be a number, not true"),

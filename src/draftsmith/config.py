@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -32,9 +33,10 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from draftsmith.errors import UserError, need_file
+from draftsmith.errors import UserError, at_home, need_file, reason_of
 
 DType = Literal["float32", "bfloat16"]
+Place = Annotated[str, Field(min_length=1), AfterValidator(at_home)]  # a file, a folder, or a name of the hub
 
 
 def _leaves(annotation: object) -> Iterator[object]:
@@ -44,6 +46,15 @@ def _leaves(annotation: object) -> Iterator[object]:
         yield annotation
     for part in parts:
         yield from _leaves(part)
+
+
+def what_json_lacks(value: object) -> str:
+    """Why a value that is to be sent or written as JSON cannot be ("Object of type date is …"); "" if it can."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 class Section(BaseModel):
@@ -72,11 +83,13 @@ class Section(BaseModel):
 class TargetConfig(Section):
     """The frozen model that is to be drafted for."""
 
-    path: str = Field(description="directory, hub name, .gguf file, or 'demo' for the embedded target")
+    path: Annotated[str, AfterValidator(at_home)] = Field(
+        description="directory, hub name, .gguf file, or 'demo' for the embedded target"
+    )
     gguf_file: str | None = Field(
         None, description="name of the GGUF file inside `path`, if it is a directory or hub name"
     )
-    features: str | None = Field(
+    features: Place | None = Field(
         None, description="folder that draftsmith data features wrote; read instead of running the target"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 on CUDA, float32 on CPU")
@@ -96,9 +109,7 @@ class TargetConfig(Section):
 class DataSource(Section):
     """One entry of `data.train` or `data.held_out` that needs more than a path."""
 
-    path: str = Field(
-        min_length=1, description="file, glob pattern, folder, Hugging Face dataset, or '-' for standard input"
-    )
+    path: Place = Field(description="file, glob pattern, folder, Hugging Face dataset, or '-' for standard input")
     layout: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = Field(
         "auto", description="auto: found by inspection, record by record"
     )
@@ -116,7 +127,7 @@ def _kind_of_entry(entry: object) -> str | None:
 
 # Of the two forms only the one that was written is checked, so that an error is about it.
 DataEntry = Annotated[
-    Annotated[str, Field(min_length=1), Tag("path")] | Annotated[DataSource, Tag("options")],
+    Annotated[Place, Tag("path")] | Annotated[DataSource, Tag("options")],
     Discriminator(
         _kind_of_entry,
         custom_error_type="data_entry",
@@ -135,11 +146,13 @@ class DataConfig(Section):
         (), description="files that are only evaluated; empty: split off `held_out_share`"
     )
     held_out_share: float = Field(0.02, ge=0.0, le=0.5)
-    chat_template: str | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
+    chat_template: Place | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
     template_options: dict[str, Any] = Field({}, description="passed to the template, e.g. {enable_thinking: false}")
     too_long: Literal["skip", "truncate"] = Field("truncate", description="conversations longer than rows.length")
     pack: Literal["on", "off"] = Field("on", description="off: one document a row, for targets that cannot be packed")
-    cache: str | None = Field(None, description="folder of tokenised data; none: the user's cache; 'off': none kept")
+    cache: Literal["off"] | Place | None = Field(
+        None, description="folder of tokenised data; none: the user's cache; off: none kept"
+    )
 
     @field_validator("train", "held_out", mode="before")
     @classmethod
@@ -148,6 +161,15 @@ class DataConfig(Section):
         if value in (None, "") or (info.field_name == "train" and not entries):
             raise PydanticCustomError("no_data", "is empty")
         return tuple("-" if entry == [None] else entry for entry in entries)  # `- -`, as YAML reads it
+
+    @field_validator("template_options")
+    @classmethod
+    def _can_be_sent(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """A server gets them as JSON, and so does the run's record; YAML knows dates and numbers that JSON lacks."""
+        fault = what_json_lacks(options)
+        if fault:
+            raise ValueError(f"Input should be what JSON can hold: {fault}")
+        return options
 
 
 class DrafterConfig(Section):
@@ -166,7 +188,7 @@ class DrafterConfig(Section):
     sliding_window: int | None = Field(None, ge=1)
     causal: bool | None = Field(None, description="overrides every layer; none: sliding causal, full bidirectional")
     attention: Literal["auto", "flex", "dense"] = Field("auto", description="auto: flex on CUDA, dense on CPU")
-    init: str | None = Field(
+    init: Place | None = Field(
         None, description="drafter to start from, z-lab's or speculators' layout; its geometry wins"
     )
 
@@ -256,7 +278,7 @@ class OptimizerConfig(Section):
 class TrainingConfig(Section):
     """How long, how often, and where to."""
 
-    output: str = Field("runs/default", description="run folder")
+    output: Place = Field("runs/default", description="run folder")
     epochs: float = Field(6.0, gt=0)
     steps: int | None = Field(None, ge=1, description="updates; overrides epochs")
     rows_per_update: int = Field(1, ge=1)
@@ -329,7 +351,7 @@ class DecodingConfig(Section):
     """True τ while training: fixed prompts, decoded with the weights of the moment by a process of their own."""
 
     every: int = Field(0, ge=0, description="updates between decodings; 0: none")
-    prompts: str | None = Field(None, description="file of prompts; none: taken from held-out conversations")
+    prompts: Place | None = Field(None, description="file of prompts; none: taken from held-out conversations")
     limit: int = Field(8, ge=1, description="prompts")
     max_new_tokens: int = Field(96, ge=2, description="length limit of an answer")
     device: str | None = Field(None, description="none: a GPU without a role, else the first target's device")
@@ -418,7 +440,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     try:
         content = yaml.load(text, Loader=_EachKeyOnce)
     except yaml.YAMLError as error:
@@ -525,7 +547,7 @@ def _key_of(error: ErrorDetails, content: object) -> str:
     *place, last = error["loc"] or ("",)
     key: list[str] = []
     for part in (*place, last):
-        listed = isinstance(content, list | tuple) and isinstance(part, int)
+        listed = isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
         if listed or (isinstance(content, dict) and part in content):
             content = content[part]  # type: ignore[index]
         elif error["type"] != "missing" or part is not last:

@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 
 class UserError(Exception):
@@ -44,6 +44,40 @@ class UserError(Exception):
 def first_of(names: Sequence[str], most: int = 5) -> str:
     """What to tell of many names: the first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file could not be had, without its path, which the line names already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def at_home(path: str) -> str:
+    """A path with a leading `~` or `~user` put in full: what stands in a config was seen by no shell.
+
+    Raises:
+        UserError: it is empty, or there is no such user.
+    """
+    if not path:
+        raise UserError("an empty path", fix="name a file or a folder")
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise UserError("no such user's home", where=path, fix="give the path in full, or begin it with ./")
+    return full
+
+
+def what_is_at(path: str | Path) -> Literal["file", "folder"] | None:
+    """What a path leads to; whatever is no folder is a file. None: nothing is there.
+
+    Raises:
+        UserError: nobody may look, for one because a folder on the way may not be entered, or its name is too long.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        raise UserError(f"cannot be looked at: {reason_of(error)}", where=str(path)) from None
+    return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def need_file(path: str | Path, what: str, fix: str = "") -> None:

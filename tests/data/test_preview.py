@@ -14,6 +14,7 @@ from toy_tokenizer import build_tokenizer
 from draftsmith.blocks import Document, DraftBatch, LayerKind, Row, make_draft_batch, pack_row
 from draftsmith.blocks.rule import dense_mask
 from draftsmith.data.preview import RowPicture, harmless, picture_row, to_html, to_plain, to_terminal
+from draftsmith.errors import UserError
 
 S, N, B = 96, 9, 4
 KINDS = (LayerKind(), LayerKind(window=5, causal=True))
@@ -50,6 +51,15 @@ def tokenizer() -> Any:
 def picture(tokenizer: Any, block: int | None = None) -> tuple[RowPicture, Row, DraftBatch]:
     row, documents, batch = made(tokenizer, ["hello world again", "a Æ b c"])
     return picture_row(row, documents, batch, tokenizer, block=block), row, batch
+
+
+def test_a_block_that_the_row_lacks_is_not_another_one(tokenizer: Any) -> None:
+    _, _, batch = picture(tokenizer)
+    valid = int(batch.valid_N.sum())
+    shown, _, _ = picture(tokenizer, valid - 1)
+    assert shown.anchor == int(batch.anchors_N[valid - 1])
+    with pytest.raises(UserError, match=f"--block: the row has {valid} blocks, counted from 0"):
+        picture(tokenizer, valid)
 
 
 def test_tokens_are_those_of_the_row(tokenizer: Any) -> None:

@@ -23,7 +23,7 @@ from draftsmith.pipeline.costs import (
     together,
 )
 from draftsmith.pipeline.simulation import simulate
-from draftsmith.pipeline.topology import resolve_topology
+from draftsmith.pipeline.topology import place_and_dtype, resolve_topology
 
 
 def random_costs(generator: random.Random) -> Costs:
@@ -128,6 +128,14 @@ class TestAuto:
     def _gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 8
         monkeypatch.setattr(topology_module.torch.cuda, "device_count", lambda: self.count)
+        monkeypatch.setattr(topology_module.torch.cuda, "is_available", lambda: True)
+
+    def test_gpus_on_which_cuda_does_not_start_are_not_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(topology_module.torch.cuda, "is_available", lambda: False)
+        for look in (lambda: resolve_topology(PipelineConfig(), 6), lambda: place_and_dtype("auto", "auto")):
+            with pytest.raises(UserError, match=r"8 GPUs .* CUDA does not start"):
+                look()
+        assert place_and_dtype("cpu", "auto") == (torch.device("cpu"), torch.float32)
 
     def test_measured_costs_decide(self) -> None:
         costs = Costs(1.4, 0.8, 0.05, 0.05, 0.0, 4000.0)

@@ -32,6 +32,7 @@ MEASURED = Costs(1.4, 0.8, 0.05, 0.05, 0.001, 90.0)
 def eight_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "cache_folder", lambda _plan: tmp_path / "no" / "cache")
     monkeypatch.setattr(topology_module.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(topology_module.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(plan_module.torch.cuda, "mem_get_info", lambda _device: (100 * 2**30, 140 * 2**30))
 
 

@@ -60,7 +60,7 @@ def test_a_signal_while_torch_loads_ends_with_one_line(tmp_path: Path, number: i
     (tmp_path / "run.yaml").write_text("target: {path: none}\ndata: {train: none}\n")
     ended = command(tmp_path / "run.yaml", "", f"({int(number)},)")
     assert ended.returncode == 143
-    assert ended.stderr == "draftsmith: terminated before there was anything to save\n"
+    assert ended.stderr == "draftsmith: terminated before the first update: nothing new to save\n"
 
 
 def test_ranks_are_ended_by_the_signal_itself() -> None:

@@ -43,7 +43,7 @@ from draftsmith.data.report import (
 from draftsmith.data.stream import DocumentStore, RowSource, TokenPart
 from draftsmith.data.tables import TableCache, TokenTable
 from draftsmith.data.template import Tokeniser
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 
 TOO_LONG = "longer than a row"
 HELD_OUT_TWIN = "is in the held-out files as well"
@@ -395,11 +395,14 @@ def read_template(path: str | Path) -> str:
     """Source of a chat template.
 
     Raises:
-        UserError: the file is missing or unreadable.
+        UserError: the file is missing, unreadable or empty.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError("no such chat template", where=str(path), fix="check data.chat_template") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
+    if not text.strip():  # to the tokenizer, none: it would take its own and say nothing
+        raise UserError("an empty chat template", where=str(path), fix="leave it out to use the tokenizer's own")
+    return text

@@ -31,7 +31,7 @@ import yaml
 from draftsmith.config import DataSource
 from draftsmith.data.formats import DATA_SUFFIXES, is_data_name
 from draftsmith.data.hub import look_for_hub
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of, what_is_at
 
 STDIN = "-"
 _SPLITS = {
@@ -60,7 +60,14 @@ class DataFile(NamedTuple):
 
 
 def as_sources(entries: Iterable[str | Path | DataSource]) -> list[DataSource]:
-    """Entries in one form."""
+    """Entries in one form.
+
+    Raises:
+        UserError: an entry is empty, or in the home of a user who does not exist.
+    """
+    entries = list(entries)
+    if "" in entries:
+        raise UserError("an empty name", where="data", fix="name a file, folder or dataset")
     return [
         entry if isinstance(entry, DataSource) else DataSource(path=str(entry))  # type: ignore[call-arg]
         for entry in entries
@@ -81,9 +88,10 @@ def _find(entry: DataSource) -> list[DataFile]:
         _refuse_parts(entry, "standard input", "split", "subset")
         return [DataFile("stdin", _read_stdin(), entry)]
     path = Path(entry.path)
-    if path.is_dir():
+    there = what_is_at(path)
+    if there == "folder":
         return [DataFile(str(file), file, entry) for file in _files_of_folder(path, entry)]
-    if not path.exists():
+    if there is None:
         found = sorted(glob.glob(entry.path, recursive=True)) if glob.has_magic(entry.path) else []
         if found:
             _refuse_parts(entry, "a file", "split", "subset")
@@ -233,7 +241,7 @@ def _json(path: Path, where: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path.name} cannot be read: {error}", where=where) from None
+        raise UserError(f"{path.name} cannot be read: {reason_of(error)}", where=where) from None
     return content if isinstance(content, dict) else None
 
 

@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from draftsmith.blocks import Document, DraftBatch, LayerKind, Row
+from draftsmith.errors import UserError
 
 _NEWLINE = "↵"
 _CONTEXT_CELLS = 28  # context tokens left of the anchor that the picture of the mask shows
@@ -104,6 +105,9 @@ def picture_row(
         batch: its draft work.
         tokenizer: of the target.
         block: which of the row's blocks is shown; None: one from the middle.
+
+    Raises:
+        UserError: the row has no such block.
     """
     valid = int(batch.valid_N.sum())
     anchors = {int(index) for index in batch.anchors_N[:valid]}
@@ -119,7 +123,9 @@ def picture_row(
         )
         start += len(ids)
     kinds = tuple(batch.intervals)
-    chosen = None if valid == 0 else min(max(valid // 2 if block is None else block, 0), valid - 1)
+    if block is not None and not 0 <= block < valid:
+        raise UserError(f"the row has {valid} blocks, counted from 0", where="--block", fix="name one of them")
+    chosen = None if valid == 0 else valid // 2 if block is None else block
     return RowPicture(
         number=row.number,
         length=row.tokens_S.numel(),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from draftsmith.errors import UserError
+from draftsmith.observe.aside import written_aside
 
 REFUSED, TRUNCATED, UNTAUGHT = "refused", "truncated", "turn untaught"
 _NAMED = 3  # incidents of each kind that are named in the summary
@@ -82,7 +83,7 @@ class Incidents:
             UserError: the file cannot be written.
         """
         try:
-            with Path(path).open("w", encoding="utf-8") as file:
+            with written_aside(Path(path)) as file:
                 file.writelines(json.dumps(incident._asdict()) + "\n" for incident in self)
         except OSError as error:
             raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from draftsmith.compiled.machine import differences
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.shape import ENVIRONMENT
 from draftsmith.pipeline.environment import environment_record
 
@@ -30,7 +30,7 @@ def environment_of(run: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError("no record of an environment here: not a run folder?", where=str(run.resolve())) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     try:
         ENVIRONMENT.validate_python(content)
     except ValidationError as error:

@@ -32,7 +32,7 @@ from draftsmith.drafter.native import (
 from draftsmith.drafter.native import spec_to_config as spec_to_zlab
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, spec_to_speculators
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 
 Layout = Literal["zlab", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("zlab", "speculators")
@@ -128,7 +128,7 @@ def convert_drafter(
     Raises:
         UserError: `source` is not a drafter, `output` exists or cannot be written, or the verifier is missing.
     """
-    if output.exists():
+    if what_is_at(output):
         raise UserError("exists already", where=str(output), fix="name another folder, or remove it")
     spec = read_spec(source, target_layers)
     weights = read_own_weights(source, spec)

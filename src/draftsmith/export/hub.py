@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, at_home, what_is_at
 
 _WANTED = ["*.json", "*.safetensors", "README.md"]
 
@@ -18,10 +18,11 @@ def fetch(source: str) -> Path:
     Raises:
         UserError: neither a folder nor a repository that can be read.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = Path(at_home(source))
+    there = what_is_at(folder)
+    if there == "folder":
         return folder
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+    if there or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UserError("no such folder", where=source, fix="give a drafter's folder, or a hub name like owner/name")
     from huggingface_hub import snapshot_download
 

@@ -1,6 +1,7 @@
 """The course of a run, read once from its whole event log: curves, spans of work, vitals, notices.
 
-A step that a resume repeated counts once, with its last value: whatever lies at or past a repeated step is dropped.
+A step that a resume repeated counts once, with its last value: whatever lies at or past a repeated step is dropped, and
+so is what lies past the step from which a run went on.
 Memory grows with the number of steps (some 200 bytes each), not with that of events. About 150,000 events a second.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 from draftsmith.observe.events import read_events
 from draftsmith.observe.shape import read_record
 from draftsmith.observe.summary import Event, Summary, number
@@ -34,14 +35,17 @@ class Curve:
 
     def add(self, step: int, values: dict[str, Any]) -> None:
         """Appends a step; one that was there already drops everything from there on."""
-        if self.steps and step <= self.steps[-1]:
-            place = bisect_left(self.steps, step)
-            del self.steps[place:]
-            for column in self.values.values():
-                del column[place:]
+        self.drop_from(step)
         self.steps.append(step)
         for name, value in values.items():
             self.values.setdefault(name, []).append(value)
+
+    def drop_from(self, step: int) -> None:
+        """Forgets this step and all behind it."""
+        place = bisect_left(self.steps, step)
+        del self.steps[place:]
+        for column in self.values.values():
+            del column[place:]
 
     def pairs(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one column, without those that are None."""
@@ -88,7 +92,7 @@ def read_history(folder: str | Path, most_vitals: int = 3000) -> History:
         UserError: not a run folder, or no step in it.
     """
     path = Path(folder)
-    if not path.is_dir():
+    if what_is_at(path) != "folder":
         raise UserError("no such run folder", where=str(path))
     history = History(path, path.resolve().name)
     _fold(history, read_events(path / "events.jsonl"), most_vitals)
@@ -124,7 +128,10 @@ def _fold(history: History, events: Iterable[Event], most_vitals: int) -> None:
     for event in events:
         history.summary.fold(event)
         kind = event["kind"]
-        if kind == "work":
+        if kind == "run" and event.get("step") is not None:
+            for curve in (history.train, history.held_out, history.tau, history.slots):
+                curve.drop_from(event["step"] + 1)
+        elif kind == "work":
             history.spans.append(event)
         elif kind == "step":
             history.train.add(event["step"], {name: number(event.get(name)) for name in STEP_FIELDS})

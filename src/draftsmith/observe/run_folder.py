@@ -16,7 +16,7 @@ from typing import Any
 
 import draftsmith
 from draftsmith.config import RunConfig
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of, what_is_at
 from draftsmith.observe.aside import asides, written_aside
 from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
 
@@ -113,12 +113,19 @@ def holds_run(config: RunConfig) -> bool:
 
 
 def next_free(path: str | Path) -> Path:
-    """`path` if nothing is there or it is empty, else the first free one of `path-2`, `path-3`, …"""
+    """`path` if nothing is there or it is empty, else the first free one of `path-2`, `path-3`, …
+
+    Raises:
+        UserError: nobody may look.
+    """
     path = Path(path)
     candidate, number = path, 1
-    while candidate.exists() and not (candidate.is_dir() and not any(candidate.iterdir())):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
+    try:
+        while (there := what_is_at(candidate)) and (there == "file" or any(candidate.iterdir())):
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+    except OSError as error:
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(candidate)) from None
     return candidate
 
 

@@ -74,6 +74,7 @@ class Lines(Event, total=False):
 class Run(Event, total=False):
     """The run starts, or goes on after a stop."""
 
+    step: Whole | None  # that it goes on from
     steps: Whole | None
     cards: dict[Name, str] | None  # model by device
     anchors: Quantity | None  # of an update, at most
@@ -136,6 +137,7 @@ class Tau(Event, total=False):
 
 
 class Checkpoint(Event, total=False):
+    step: Whole | None
     path: str
 
 
@@ -179,6 +181,7 @@ class BestRate(TypedDict, total=False):
 
 class BestEvaluation(TypedDict, total=False):
     loss: Required[Quantity]
+    step: Whole | None
 
 
 class BestTau(TypedDict, total=False):

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 from draftsmith.observe.live import printable, short_count, short_time
 from draftsmith.observe.lock import Holder, look_at_lock
 from draftsmith.observe.summary import Summary, number, read_summary
@@ -154,7 +154,7 @@ def read_status(folder: str | Path, now: float | None = None) -> Status:
     """
     path = Path(folder)
     now = time.time() if now is None else now
-    if not path.is_dir():
+    if what_is_at(path) != "folder":
         raise UserError("no such run folder", where=str(path))
     events = path / "events.jsonl"
     try:

@@ -116,6 +116,16 @@ class Summary:
     def _run(self, event: Event) -> None:
         self.content.update(run=event, end=None, step_times=[], rates=[], standing={}, save_failures=0, row_seconds={})
         self.content["starts"] += 1
+        if event.get("step") is not None:
+            self._forget_after(event["step"])
+
+    def _forget_after(self, step: int) -> None:
+        """The run goes on from this step: what lay behind it is done again, and its checkpoints are refused or lost."""
+        content = self.content
+        for name in ("step", "evaluation", "best_evaluation", "tau", "best_tau", "checkpoint"):
+            if content[name] is not None and (content[name].get("step") or 0) > step:
+                content[name] = None
+        content["history"] = [each for each in content["history"] if each[0] <= step]
 
     def _malformed(self, _event: Event) -> None:
         self.content["malformed"] += 1

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 from draftsmith.observe.aside import written_aside
 from draftsmith.observe.events import read_events
 from draftsmith.observe.summary import MALFORMED, Event, number
@@ -40,7 +40,7 @@ def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dic
         UserError: not a run folder, no row in it, or the file cannot be written.
     """
     path, place = Path(folder), Path(output)
-    if not path.is_dir():
+    if what_is_at(path) != "folder":
         raise UserError("no such run folder", where=str(path))
     logs = [path / "events.jsonl", *sorted(path.glob("rank-*.jsonl"))]
     events: list[Event] = []

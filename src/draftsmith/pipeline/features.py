@@ -48,7 +48,7 @@ from draftsmith.config import RunConfig, TargetConfig
 from draftsmith.data.corpus import Corpus, make_tokeniser
 from draftsmith.data.tables import fingerprint_tokenizer
 from draftsmith.drafter import resolve_spec
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of, what_is_at
 from draftsmith.observe.events import Listener
 from draftsmith.pipeline.plan import read_spec_to_start_from
 from draftsmith.target.forward import Target
@@ -136,7 +136,7 @@ def predict(corpus: Corpus, wanted: Wanted, geometry: TargetGeometry, folder: Pa
     lengths = {document_key(d.tokens): len(d) for d in _documents(corpus)}
     matrices = 1 if geometry.tie_word_embeddings else 2
     head = matrices * geometry.vocab_rows * geometry.hidden_size * dtype.itemsize
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    place = next(path for path in (folder, *folder.absolute().parents) if what_is_at(path))
     tokens = sum(lengths.values())
     size = tokens * wanted.token_bytes + 12 * len(lengths) + head
     there = sum(path.stat().st_size for path in (*shard_paths(folder), *folder.glob("head.safetensors")))
@@ -347,7 +347,9 @@ def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | Non
         new.rename(path)
     except (OSError, RuntimeError) as error:
         new.unlink(missing_ok=True)
-        raise UserError(f"cannot be written: {error}", where=str(path), fix="what is whole is kept") from None
+        raise UserError(
+            f"cannot be written: {reason_of(error)}", where=str(path), fix="what is whole is kept"
+        ) from None
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -363,7 +365,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     if not isinstance(content, dict):
         raise UserError("is no manifest of features", where=str(path))
     return content

@@ -9,6 +9,7 @@ Cost: tokenising at most `SAMPLE` conversations.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from draftsmith.config import TargetConfig, load_config
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.places import find_files
 from draftsmith.data.template import Tokeniser
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 from draftsmith.objective.weights import default_gamma
 from draftsmith.target.geometry import TargetGeometry, read_geometry
 from draftsmith.target.load import load_tokenizer
@@ -72,7 +73,7 @@ def write_config(target: str, data: str, path: Path) -> Path:
             can be taught.
     """
     where = str(path)
-    if path.exists():
+    if what_is_at(path):
         raise UserError("exists already", where=where, fix="name another file with --output, or remove it")
     config = TargetConfig(path=target)  # type: ignore[call-arg]
     geometry = read_geometry(config)
@@ -176,7 +177,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
     updates = max(1, EPOCHS * -(-facts.tokens // length) // rows_per_update)
     about = "" if facts.whole else "about "
     lines: list[str | tuple[str, str]] = [
-        f"# draftsmith train {path} [section.key=value ...]",
+        f"# draftsmith train {shlex.quote(str(path))} [section.key=value ...]",
         f"# Target: {geometry.layers} layers x {geometry.hidden_size} ({geometry.model_type}), "
         f"{geometry.vocab_rows:,} embedding rows, {geometry.max_position_embeddings:,} positions.",
         f"# Data: {about}{facts.tokens:,} tokens, {facts.taught_share:.0%} of them taught; {facts.usable} of the "

@@ -33,6 +33,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+def asked_for(error: BaseException) -> str:
+    """ ", asking for 2.00 GiB", if the exception says so; else ""."""
+    asked = re.search(r"tried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error), re.IGNORECASE)
+    return f", asking for {asked[1]}" if asked else ""
+
+
 def explain(plan: Plan, error: BaseException, who: str = "", device: torch.device | None = None) -> UserError:
     """The line.
 
@@ -42,16 +48,14 @@ def explain(plan: Plan, error: BaseException, who: str = "", device: torch.devic
         who: the worker; "" before there are any.
         device: its device; None: as the error says.
     """
-    asked = re.search(r"tried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error), re.IGNORECASE)
     device = device or _device_named(error, plan)
     on_host = device not in plan.topology.devices
     ways = [] if on_host else savings(plan, device)
-    wanted = f", asking for {asked[1]}" if asked else ""
     fix = "; ".join(f"{what} saves about {size / GIB:.2f} GiB" for what, size in ways[:_NAMED])
     if on_host:
         fix = "lower pipeline.prefetch or pipeline.queue: rows that are made ahead are what the run keeps on the host"
     return UserError(
-        f"{who or 'the run'} ran out of memory on {device}{wanted}",
+        f"{who or 'the run'} ran out of memory on {device}{asked_for(error)}",
         where="pipeline",
         fix=fix or "nothing that can be lowered takes much of it: use a larger or further device",
     )

@@ -26,11 +26,11 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-NOTHING_TO_SAVE = "terminated before there was anything to save"
+NOTHING_TO_SAVE = "terminated before the first update: nothing new to save"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP before there was anything to save."""
+    """SIGTERM or SIGHUP before there was anything new to save."""
 
     exit_code = 143
 

@@ -130,7 +130,19 @@ def _more_rows(costs: Costs, best: Choice, devices: int, rows: int, queue: int) 
 
 
 def _gpus() -> list[torch.device]:
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    """All that this process sees.
+
+    Raises:
+        UserError: they are there, and CUDA does not start, as with a driver that is too old for this torch. To work on
+            the CPU instead would be a guess.
+    """
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():
+        raise UserError(
+            f"{count} GPU{'s' * (count > 1)} and a torch for CUDA {torch.version.cuda}, but CUDA does not start",
+            fix="draftsmith doctor says why; CUDA_VISIBLE_DEVICES= (empty) leaves the CPU",
+        )
+    return [torch.device("cuda", index) for index in range(count)]
 
 
 def _span(name: str) -> tuple[torch.device, ...]:
@@ -156,8 +168,10 @@ def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
     """
     if config.device is not None:
         return parse_device(config.device)
+    if topology.targets[0].type == "cpu":
+        return topology.targets[0]
     free = [device for device in _gpus() if device not in topology.devices]
-    return free[0] if free and topology.targets[0].type == "cuda" else topology.targets[0]
+    return free[0] if free else topology.targets[0]
 
 
 def place_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:

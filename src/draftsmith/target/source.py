@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from draftsmith.config import TargetConfig
 from draftsmith.data.hub import look_for_hub
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, what_is_at
 from draftsmith.target import gguf_model
 from draftsmith.target.gguf_header import read_header
 
@@ -75,15 +75,16 @@ def locate(config: TargetConfig) -> Source:
     Raises:
         UserError: the path does not exist, or the directory lacks configuration or weights.
     """
-    path = DEMO if config.path == "demo" else Path(config.path).expanduser()
-    if path.is_file():
+    path = DEMO if config.path == "demo" else Path(config.path)
+    there = what_is_at(path)
+    if there == "file":
         if path.suffix != ".gguf":
             raise UserError("is a file, but not a .gguf file", where=str(path), fix="give the model's directory")
         return Source(str(path.parent), path.name, local=True)
-    if path.is_dir():
+    if there == "folder":
         _check_directory(path, config.gguf_file)
         return Source(str(path), config.gguf_file, local=True)
-    if config.path.endswith(".gguf") or path.is_absolute() or config.path[:1] in (".", "~") or config.path == "demo":
+    if config.path.endswith(".gguf") or path.is_absolute() or config.path.startswith(".") or config.path == "demo":
         raise UserError("no such target", where=str(path), fix="set target.path to a model directory or .gguf file")
     if not _HUB_NAME.fullmatch(config.path):
         raise UserError("is neither a directory nor a hub name", where=config.path, fix="check target.path")
