@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotat
 from draftsmith.blocks import DraftBatch, Intervals, Row
 from draftsmith.config import TargetConfig
 from draftsmith.decode.prompts import Prompt, encode_prompts, read_prompts
-from draftsmith.drafter import load_drafter
+from draftsmith.drafter.native import load_drafter_for
 from draftsmith.errors import run_script
 from draftsmith.export.parity import TrainingText, name_fault, tolerance_for
 from draftsmith.export.traces import Trace, compare, lay, training_batch, training_row, training_trace
@@ -167,9 +167,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    target = load_target(TargetConfig(path=arguments.target), device, torch.float32)
-    model = load_drafter(arguments.drafter, device, torch.float32)
-    prompts = read_prompts(arguments.prompts)[: arguments.limit]
+    prompts, config = read_prompts(arguments.prompts)[: arguments.limit], TargetConfig(path=arguments.target)
+    model = load_drafter_for(config, arguments.drafter).to(device, torch.float32)
+    target = load_target(config, device, torch.float32)
     rows = [table_row(name, target, model, arguments, prompts) for name in FAULTS]
     if arguments.json:
         print(json.dumps({"device": str(device), "rows": rows}))

@@ -137,7 +137,8 @@ def test_broken_prompt_files(capsys: pytest.CaptureFixture[str], tmp_path: Path,
 
 def test_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("a\n")
-    arguments = ["eval", "drafter", "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
+    (tmp_path / "config.json").write_text("{}")  # a folder without one is refused before its target is looked for
+    arguments = ["eval", str(tmp_path), "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
     assert "no such target" in refused(capsys, *arguments)
     assert "--device: 'gpu' is not a device" in refused(capsys, *arguments, "--device", "gpu")
     assert "--device: 'cuda:99' does not exist" in refused(capsys, *arguments, "--device", "cuda:99")
@@ -207,7 +208,8 @@ def test_an_option_that_would_do_nothing_is_refused_also_with_its_default(
 
 def test_a_default_that_is_not_given_is_not_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("a\n")
-    arguments = ["eval", "d", "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["eval", str(tmp_path), "--target", str(tmp_path / "t"), "--prompts", str(tmp_path / "prompts")]
     assert "no such target" in refused(capsys, *arguments, "--parity")
     assert "no such target" in refused(capsys, *arguments, "--temperature", "1", "--top-k", "0", "--seed", "0")
 
@@ -441,3 +443,23 @@ def test_an_output_folder_of_another_run_is_refused(
     monkeypatch.setattr(Path, "mkdir", read_only)
     with pytest.raises(UserError, match="cannot be used as run folder: Read-only file system"):
         open_run_folder(load_config(config, [output + "-3"]))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.ENAMETOOLONG])
+def test_a_place_that_the_machine_refuses_is_one_line_wherever_it_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number), "/some/where")
+
+    monkeypatch.setattr("draftsmith.observe.status.read_status", refuse)
+    assert refused(capsys, "status", "run") == f"draftsmith: /some/where: cannot be used: {os.strerror(number)}\n"
+
+
+def test_a_file_of_ours_that_is_missing_is_no_error_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def miss(*_: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/some/where")
+
+    monkeypatch.setattr("draftsmith.observe.status.read_status", miss)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["status", "run"])

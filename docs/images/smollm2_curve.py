@@ -81,4 +81,7 @@ def main(events: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -29,11 +29,11 @@ from dflash.model import DFlashDraftModel, dflash_generate
 from transformers import AutoModelForCausalLM
 
 from draftsmith.config import TargetConfig
-from draftsmith.decode.evaluate import distinct_share
+from draftsmith.decode.figures import distinct_share
 from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
 from draftsmith.decode.speculative import Decoded, decode
-from draftsmith.drafter import load_drafter
+from draftsmith.drafter.native import load_drafter_for
 from draftsmith.errors import run_script
 from draftsmith.target.load import load_target
 
@@ -91,9 +91,11 @@ def by_draftsmith(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[list[int]], list[int], Side]:
     """(prompts, stop tokens, what was decoded)."""
-    target = load_target(TargetConfig(path=str(arguments.target)), device, dtype)
-    encoded = encode_prompts(read_prompts(arguments.prompts)[: arguments.limit], target.tokenizer)
-    drafting = DrafterProposer(load_drafter(arguments.drafter, device, dtype), target.head())
+    asked, config = read_prompts(arguments.prompts)[: arguments.limit], TargetConfig(path=str(arguments.target))
+    drafter = load_drafter_for(config, arguments.drafter).to(device, dtype)
+    target = load_target(config, device, dtype)
+    encoded = encode_prompts(asked, target.tokenizer)
+    drafting = DrafterProposer(drafter, target.head())
 
     def answer(proposer: Proposer, prompts: list[list[int]], tokens: int) -> list[Decoded]:
         return [decode(target, ids, proposer, max_new_tokens=tokens, stop_ids=target.stop_ids) for ids in prompts]

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 
 from draftsmith.config import TargetConfig
-from draftsmith.decode.evaluate import NOT_LOOPING, distinct_share
+from draftsmith.decode.evaluate import NOT_LOOPING
+from draftsmith.decode.figures import distinct_share
 from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import encode_prompts, read_prompts
 from draftsmith.decode.walk import accepted_from_every_token, answer_row
-from draftsmith.drafter import load_drafter
+from draftsmith.drafter.native import load_drafter_for
 from draftsmith.errors import run_script
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target
@@ -69,13 +70,14 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    target = load_target(TargetConfig(path=arguments.target), device, dtype)
+    asked, config = read_prompts(arguments.prompts)[: arguments.limit], TargetConfig(path=arguments.target)
+    drafters = {folder: load_drafter_for(config, folder).to(device, dtype) for folder in arguments.drafters}
+    target = load_target(config, device, dtype)
     head = target.head()
-    prompts = encode_prompts(read_prompts(arguments.prompts)[: arguments.limit], target.tokenizer)
+    prompts = encode_prompts(asked, target.tokenizer)
     answers = answers_of(target, prompts, arguments.max_new_tokens)
     looping = [distinct_share(answer) < NOT_LOOPING for answer in answers]
 
-    drafters = {folder: load_drafter(folder, device, dtype) for folder in arguments.drafters}
     rounds: dict[Path, list[list[int]]] = {folder: [] for folder in drafters}
     for prompt, answer in zip(prompts, answers, strict=True):
         row = answer_row(prompt, answer)

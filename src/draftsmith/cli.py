@@ -9,8 +9,10 @@ that neither `--help` nor a slip of the pen waits for torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -26,12 +28,15 @@ from draftsmith.cli_compile import compile_app, doctor
 from draftsmith.cli_data import data_app
 from draftsmith.cli_export import chat, export, import_drafter
 from draftsmith.cli_options import (
+    PROMPTS_HELP,
+    BlockSize,
     Compile,
     Device,
     DType,
-    DTypeName,
     GgufFile,
     Json,
+    Limit,
+    MaxNewTokens,
     OutputLost,
     Seed,
     TargetPath,
@@ -44,6 +49,7 @@ from draftsmith.cli_options import (
     put,
     reader_left,
     refuse_given,
+    target_config,
     tell,
     telling,
 )
@@ -51,11 +57,14 @@ from draftsmith.cli_run import report, status, watch
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from draftsmith.decode.evaluate import Evaluation
     from draftsmith.pipeline.run import TrainResult
-    from draftsmith.target.forward import Target
 
 TELLING_SECONDS = 3.0  # that rank 0 needs to collect what is wrong in all ranks, and to say it
+# What a machine answers where a place that somebody named cannot be used; a file that is missing is not among them.
+_REFUSED = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR),
+}
 
 
 class _Interrupted(Exception):
@@ -133,10 +142,18 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and _output_fails():
             return _refuse(str(OutputLost(error)))
-        if not _is_inductors(error):
+        if _is_inductors(error):
+            where, why = f"TORCHINDUCTOR_CACHE_DIR={error.filename}", error.strerror
+            return _refuse(f"{where}: torch cannot make that folder: {why} (name one that you may write, or none)")
+        if error.filename is None or error.errno not in _REFUSED:
             raise
-        where, why = f"TORCHINDUCTOR_CACHE_DIR={error.filename}", error.strerror
-        return _refuse(f"{where}: torch cannot make that folder: {why} (name one that you may write, or none)")
+        return _refuse(f"{error.filename}: cannot be used: {error.strerror}")
+    except (RuntimeError, MemoryError) as error:
+        from draftsmith.pipeline.out_of_memory import asked_for, is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        return _refuse(f"out of memory{asked_for(error)} (smaller sizes, another device, or what others hold there)")
 
 
 @app.command()
@@ -169,7 +186,7 @@ def init(
     from draftsmith.pipeline.init import write_config
 
     path = write_config(target, data, output)
-    tell([f"wrote {path}", f"next: draftsmith train {path} --plan"], {}, as_json=False)
+    tell([f"wrote {path}", f"next: draftsmith train {shlex.quote(str(path))} --plan"], {}, as_json=False)
     return 0
 
 
@@ -240,10 +257,10 @@ def evaluate_drafter(
     ctx: typer.Context,
     drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of a drafter: a checkpoint or an export.")],
     target: TargetPath,
-    prompts: Annotated[Path, typer.Option(help="JSON lines of prompts or messages, or plain lines.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 256,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")] = None,
+    prompts: Annotated[Path, typer.Option(help=PROMPTS_HELP)],
+    max_new_tokens: MaxNewTokens = 256,
+    limit: Limit = None,
+    block_size: BlockSize = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -265,30 +282,34 @@ def evaluate_drafter(
     elif not temperature:
         refuse_given(ctx, ("top_k", "top_p", "seed"), "without --temperature nothing is sampled")
     need_prompts(prompts)
+    from draftsmith.decode.evaluate import evaluate
+    from draftsmith.decode.fitting import fitting, fitting_prompts
     from draftsmith.decode.prompts import later_turns, prompts_digest, read_prompts
+    from draftsmith.decode.proposers import check_block_size
+    from draftsmith.decode.sampling import Sampling
+    from draftsmith.decode.static import StaticRounds
+    from draftsmith.drafter.native import load_drafter_for, weights_digest
+    from draftsmith.export.parity import check_parity, training_text_of
     from draftsmith.observe.live import LiveLine
+    from draftsmith.pipeline.topology import place_and_dtype
+    from draftsmith.target.load import load_target
 
     with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts)[:limit]
-        frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
-
-        from draftsmith.decode.evaluate import evaluate, fitting, fitting_prompts
-        from draftsmith.decode.sampling import Sampling
-        from draftsmith.decode.static import StaticRounds
-        from draftsmith.drafter.native import load_drafter, read_own_weights, weights_digest
-
-        model = load_drafter(drafter, frozen.device, frozen.dtype, frozen.geometry.layers)
-        model.spec.require_target(frozen.geometry, str(drafter))
+        config = target_config(target, gguf_file, dtype, trust_remote_code)
+        place = place_and_dtype(device, dtype)
+        model = load_drafter_for(config, drafter)
+        check_block_size(block_size, model.spec.block_size)
+        text = training_text_of(drafter) if parity else None
+        digest = None if parity else weights_digest(model.state_dict())  # of the weights as they are on disk
+        frozen = load_target(config, *place)
+        model.to(frozen.device, frozen.dtype)
         if parity:
-            from draftsmith.export.parity import check_parity, training_text_of
-
             first, _, notes = fitting(frozen, asked, max_new_tokens)
             notes = [note for note in (later_turns(asked, str(prompts)), *notes) if note]
             for note in notes:
                 live({"kind": "notice", "text": note})
-            compared = check_parity(
-                model, frozen, first, max_new_tokens=max_new_tokens, training_text=training_text_of(drafter)
-            )
+            compared = check_parity(model, frozen, first, max_new_tokens=max_new_tokens, training_text=text)
             live.close()
             report(compared.lines(), {**compared.to_json(), "notices": notes})
             return 0 if compared.fault is None else 1
@@ -306,14 +327,10 @@ def evaluate_drafter(
             seed=seed,
             progress=lambda done, total: live({"kind": "step", "unit": "prompt", "step": done, "steps": total}),
             rounds=rounds,
-            measured={
-                "drafter": weights_digest(read_own_weights(drafter, model.spec)),
-                "target": target,
-                "prompts": prompts_digest(asked),
-            },
+            measured={"drafter": digest, "target": target, "prompts": prompts_digest(asked)},
         )
         live.close()
-        report(_evaluation_lines(evaluation), {**evaluation.to_json(), "notices": notes})
+        report(evaluation.lines(), {**evaluation.to_json(), "notices": notes})
     return 0 if evaluation.lossless else 1
 
 
@@ -324,11 +341,11 @@ def generate(
         Path, typer.Argument(metavar="OUTPUT", help="JSON lines to write; continued if this very work stopped before.")
     ],
     target: TargetPath,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines of prompts or messages, or plain lines.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     invent: Annotated[int | None, typer.Option(min=1, help="Let the target invent so many prompts.")] = None,
     exclude: Annotated[Path | None, typer.Option(help="Leave out prompts that this file holds.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
+    limit: Limit = None,
+    max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -351,12 +368,16 @@ def generate(
     from draftsmith.decode.answers import PROMPT_TOKENS, AnswerOptions, invent_prompts, write_answers
     from draftsmith.decode.prompts import later_turns, read_prompts, without
     from draftsmith.observe.live import LiveLine
+    from draftsmith.pipeline.topology import place_and_dtype
+    from draftsmith.target.load import load_target
 
     options = AnswerOptions(max_new_tokens, temperature, top_k, top_p, seed, batch_size)
     with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts) if prompts is not None else None
         known = read_prompts(exclude) if exclude is not None else []
-        frozen = _load_target(target, gguf_file, device, dtype, trust_remote_code)
+        frozen = load_target(
+            target_config(target, gguf_file, dtype, trust_remote_code), *place_and_dtype(device, dtype)
+        )
         if asked is None:
             assert invent is not None
             longest = min(PROMPT_TOKENS, max_new_tokens)
@@ -399,52 +420,6 @@ def _training_lines(result: TrainResult) -> list[str]:
     elif not result.succeeded:
         lines.append("NO: one row was not learned; data, labels or gradients do not fit together")
     return lines
-
-
-def _evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """What a person wants to know first: τ, then whether anything changed, then what it is worth."""
-    lines = []
-    for name, figures in (("all answers", evaluation.figures), ("not looping", evaluation.not_looping)):
-        if figures is None:
-            lines.append(f"{name}: none")
-            continue
-        lines.append(f"{name}: {figures.answers} answers, {figures.tokens} tokens")
-        if not figures.rounds:
-            lines.append("  no rounds: answers ended at their first token")
-            continue
-        slots = " ".join(f"{share:.2f}" for share in figures.accept_by_slot)
-        lines += [
-            f"  τ {figures.tau:.3f} pooled, {figures.tau_per_response:.3f} per response; "
-            f"prompt look-up {figures.tau_prompt_lookup:.3f}",
-            f"  accepted by slot {slots}",
-            f"  speed-up {figures.speedup:.2f}x ({1e3 * figures.seconds_per_token:.2f} ms a token against "
-            f"{1e3 * figures.baseline_seconds_per_token:.2f}); a round takes {1e3 * figures.seconds_per_round:.2f} ms: "
-            f"drafter {figures.draft_share:.0%}, target {figures.target_share:.0%}, "
-            f"rest {1 - figures.draft_share - figures.target_share:.0%}",
-        ]
-    if evaluation.distribution is not None:
-        test = evaluation.distribution
-        lines.append(
-            f"lossless: {'yes' if evaluation.lossless else 'NO'} (sampled; {test.tokens} tokens have the target's own "
-            f"distribution, p = {test.p_value:.3g})"
-        )
-    else:
-        proved = sum(tie.proved for tie in evaluation.ties)
-        ties = f"; {proved} of {len(evaluation.ties)} differences are proved argmax ties" if evaluation.ties else ""
-        lines.append(
-            f"lossless: {'yes' if evaluation.lossless else 'NO'} ({evaluation.exact_answers} of "
-            f"{len(evaluation.taus)} answers equal token for token{ties})"
-        )
-    return [*lines, evaluation.way]
-
-
-def _load_target(path: str, gguf_file: str | None, device: str, dtype: DTypeName, trust_remote_code: bool) -> Target:
-    from draftsmith.config import TargetConfig
-    from draftsmith.pipeline.topology import place_and_dtype
-    from draftsmith.target.load import load_target
-
-    config = TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
-    return load_target(config, *place_and_dtype(device, dtype))
 
 
 def _usage_error() -> type[Exception]:

@@ -16,6 +16,7 @@ from draftsmith.cli_options import (
     need_prompts,
     refuse_given,
     refuse_temperature,
+    target_config,
     tell,
     telling,
 )
@@ -281,7 +282,7 @@ def _decode(
     temperature: float,
     contexts: list[int],
     device: str,
-    dtype: str,
+    dtype: DTypeName,
     compile: RoundsName,
     picture: Path | None,
     json_: bool,
@@ -291,11 +292,10 @@ def _decode(
     for _, path in named:
         need_prompts(path)
     from draftsmith.bench.decoding import bench_decode, check_picture, draw, lines_of
-    from draftsmith.config import TargetConfig
     from draftsmith.decode.prompts import read_prompts
     from draftsmith.decode.sampling import Sampling
     from draftsmith.decode.static import StaticRounds
-    from draftsmith.drafter.native import load_drafter
+    from draftsmith.drafter.native import load_drafter_for
     from draftsmith.export.card import find_run
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.topology import place_and_dtype
@@ -304,10 +304,11 @@ def _decode(
     if picture is not None:
         check_picture(picture)
     tasks = [(name, read_prompts(path)[:limit]) for name, path in named]
-    frozen = load_target(TargetConfig(path=target), *place_and_dtype(device, dtype))  # type: ignore[call-arg]
-    model = load_drafter(Path(drafter), frozen.device, frozen.dtype, frozen.geometry.layers)
-    model.spec.require_target(frozen.geometry, str(drafter))
+    config, place = target_config(target, dtype=dtype), place_and_dtype(device, dtype)
+    model = load_drafter_for(config, Path(drafter))
     run = find_run(Path(drafter))
+    frozen = load_target(config, *place)
+    model.to(frozen.device, frozen.dtype)
     with LiveLine() as live:
         result = bench_decode(
             model,

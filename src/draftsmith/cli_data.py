@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_existing, refuse_given, tell
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, need_file
 
 if TYPE_CHECKING:
     from draftsmith.config import TargetConfig
@@ -46,6 +46,7 @@ def prepare(config: Config, overrides: Overrides = None, incidents: IncidentsFil
 
 @data_app.command()
 def preview(
+    ctx: typer.Context,
     config: Config,
     overrides: Overrides = None,
     row: Annotated[list[int] | None, typer.Option(min=0, help="Row of the training stream; repeatable.")] = None,
@@ -59,6 +60,8 @@ def preview(
     json_: Json = False,
 ) -> int:
     """Show training rows: taught and untaught tokens, anchors, one block with its labels and what it sees."""
+    if conversation is not None:
+        refuse_given(ctx, ("row",), "--conversation names the row")
     from draftsmith.config import load_config
 
     run = load_config(config, overrides)
@@ -159,7 +162,8 @@ def regenerate(
     if server is not None:
         refuse_given(ctx, ("batch_size", "device"), "nothing is decoded here with --server")
     else:
-        refuse_given(ctx, ("model", "concurrency", "attempts", "timeout", "api_key_env"), "no server is asked")
+        idle = ("extra", "model", "concurrency", "attempts", "timeout", "api_key_env")
+        refuse_given(ctx, idle, "no server is asked")
     options, more = _json_object("--template-options", template_options), _json_object("--extra", extra)
     from draftsmith.data.corpus import read_template
     from draftsmith.decode.regenerate import Sampling, regenerate_from_server, regenerate_from_target
@@ -182,9 +186,12 @@ def regenerate(
             done = regenerate_from_server(data, output, chat, sampling, limit=limit, listener=live)
         else:
             from draftsmith.config import TargetConfig
+            from draftsmith.data.places import find_files
             from draftsmith.decode.answers import identity_of
 
             assert target is not None
+            for file in find_files(data):  # before the target, whose loading may take minutes
+                need_file(file.path, "data file")
             frozen = _load(TargetConfig(path=target), device)  # type: ignore[call-arg]
             identity = {"path": target, **identity_of(frozen)}
             done = regenerate_from_target(
@@ -249,12 +256,17 @@ def features(
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:
+    from draftsmith.config import what_json_lacks
+
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", where=option) from None
     if not isinstance(content, dict):
         raise UserError("not a JSON object", where=option)
+    fault = what_json_lacks(content)  # Python reads more than it may be sent: NaN, Infinity
+    if fault:
+        raise UserError(f"not valid JSON: {fault}", where=option)
     return content
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftsmith.cli_options import (
+    BlockSize,
     Compile,
     Device,
     DType,
     GgufFile,
     Json,
+    MaxNewTokens,
     MaybeTargetPath,
     Seed,
     TargetPath,
@@ -24,12 +26,12 @@ from draftsmith.cli_options import (
     TopP,
     TrustRemoteCode,
     refuse_given,
+    target_config,
     tell,
 )
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from draftsmith.config import TargetConfig
     from draftsmith.export.convert import Converted, Verifier
 
 LayoutName = Literal["zlab", "speculators"]
@@ -123,7 +125,7 @@ def _check(folder: Path, target: str | None, gguf_file: str | None, engines: tup
     for name in engines:
         if name not in ENGINES:
             raise UserError(f"no such engine: {name!r}", where="--engine", fix=f"one of {', '.join(ENGINES)}")
-    report = lint(folder, None if target is None else _target_config(target, gguf_file), engines)
+    report = lint(folder, None if target is None else target_config(target, gguf_file), engines)
     tell(report.lines(), report.to_json(), json_)
     return 0 if report.fine else 1
 
@@ -158,8 +160,8 @@ def chat(
     target: TargetPath,
     gguf_file: GgufFile = None,
     prompt: Annotated[str | None, typer.Option(help="Ask this and end; by default you are asked.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of an answer.")] = 512,
+    block_size: BlockSize = None,
+    max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -175,20 +177,20 @@ def chat(
 
     if not temperature:
         refuse_given(ctx, ("top_k", "top_p", "seed"), "without --temperature nothing is sampled")
-    from draftsmith.config import TargetConfig
     from draftsmith.decode.chat import Chat, answer, converse, legend, tell
+    from draftsmith.decode.proposers import check_block_size
     from draftsmith.decode.static import StaticRounds
-    from draftsmith.drafter.native import load_drafter
+    from draftsmith.drafter.native import load_drafter_for
     from draftsmith.export.hub import fetch
     from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
-    place, number = place_and_dtype(device, dtype)
-    folder = fetch(drafter)
-    config = TargetConfig(path=target, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
-    frozen = load_target(config, place, number)
-    model = load_drafter(folder, frozen.device, frozen.dtype, frozen.geometry.layers)
-    model.spec.require_target(frozen.geometry, str(folder))
+    place = place_and_dtype(device, dtype)
+    config = target_config(target, gguf_file, dtype, trust_remote_code)
+    model = load_drafter_for(config, fetch(drafter))
+    check_block_size(block_size, model.spec.block_size)
+    frozen = load_target(config, *place)
+    model.to(frozen.device, frozen.dtype)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     rounds = StaticRounds(frozen, compile)
     talk = Chat(frozen, model, max_new_tokens=max_new_tokens, block_size=block_size, sampling=sampling, rounds=rounds)
@@ -212,12 +214,6 @@ def _refuse_gguf(ctx: typer.Context, target: str | None) -> None:
         refuse_given(ctx, ["gguf_file"], "without --target there is no GGUF file to take")
 
 
-def _target_config(target: str, gguf_file: str | None) -> TargetConfig:
-    from draftsmith.config import TargetConfig
-
-    return TargetConfig(path=target, gguf_file=gguf_file, dtype="auto", trust_remote_code=False)
-
-
 def _target_facts(target: str | None, gguf_file: str | None, verifier: str | None) -> tuple[int, Verifier] | None:
     """(depth, verifier) of a target; loads no weights."""
     if target is None:
@@ -228,7 +224,7 @@ def _target_facts(target: str | None, gguf_file: str | None, verifier: str | Non
     from draftsmith.target.geometry import geometry_of
     from draftsmith.target.source import locate, read_config
 
-    config = _target_config(target, gguf_file)
+    config = target_config(target, gguf_file)
     source = locate(config)
     described = read_config(config)
     # A GGUF file is no place to fetch tensors from by name; its own path is still the honest name of the target.

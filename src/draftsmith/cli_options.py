@@ -10,11 +10,14 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
 from draftsmith.errors import UserError, need_file
+
+if TYPE_CHECKING:
+    from draftsmith.config import TargetConfig
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
 RoundsName = Literal["auto", "on", "off"]
@@ -35,6 +38,10 @@ TargetPath = Annotated[str, typer.Option("--target", help="Directory, hub name, 
 MaybeTargetPath = Annotated[str | None, typer.Option("--target", help="Directory, hub name, .gguf file, or 'demo'.")]
 GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, if that is a directory or hub name.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
+PROMPTS_HELP = "JSON lines of prompts or messages, or plain lines."
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length limit of an answer.")]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, callback=refuse_temperature, help="0: always the likeliest token.")
 ]
@@ -135,6 +142,15 @@ def given(ctx: typer.Context, names: Iterable[str]) -> dict[str, str]:
 def need_prompts(path: Path) -> None:
     """Raises UserError if there is no such file of prompts, before torch is imported to read it."""
     need_file(path, "prompt file", "give a file of prompts: JSON lines or plain lines")
+
+
+def target_config(
+    path: str, gguf_file: str | None = None, dtype: DTypeName = "auto", trust_remote_code: bool = False
+) -> TargetConfig:
+    """The target that these options name."""
+    from draftsmith.config import TargetConfig
+
+    return TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def refuse_given(ctx: typer.Context, names: Iterable[str], why: str) -> None:

@@ -195,6 +195,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(wrong) == 2
     assert main([*arguments, "--against", str(tmp_path / "none.json")]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert main([*arguments, "--against", str(tmp_path / ("n" * 300))]) == 2
+    assert capsys.readouterr().err.endswith(f"{'n' * 300}: cannot be read: File name too long\n")
+
+
+def test_sizes_beyond_the_machines_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "mask", "--geometry", "tiny", "--device", "cpu", "--length", str(10**13)]) == 2
+    assert capsys.readouterr().err.startswith("draftsmith: out of memory, asking for 20000000000000 bytes (smaller ")
 
 
 def test_what_runs_slowly_in_a_hybrid_is_named(capsys: pytest.CaptureFixture[str]) -> None:

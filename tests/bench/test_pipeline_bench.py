@@ -12,11 +12,12 @@ import torch
 
 from draftsmith.bench import pipeline as pipeline_module
 from draftsmith.bench.geometry import find_geometry
-from draftsmith.bench.parts import default_setting
+from draftsmith.bench.parts import default_setting, draft_flops
 from draftsmith.bench.pipeline import STEPS_ON_CPU, PipelineSetting, bench_pipeline, plan_of
 from draftsmith.bench.pipeline_figures import WARM, Watch, figures, lines_of
 from draftsmith.bench.pipeline_trace import idle_shares
 from draftsmith.bench.results import compare
+from draftsmith.bench.target import target_flops
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.pipeline import topology as topology_module
@@ -39,12 +40,19 @@ def test_workers_share_one_device_and_the_prediction_stands_beside_the_figure() 
     assert result["prediction_error"] == pytest.approx(error)
     assert result["sequence_tokens_per_second"] > 0
     assert result["costs"]["tokens"] == 64
+    row = small().setting
+    draft = sum(draft_flops(row, row.batch()).values())
+    flops = draft + target_flops(row.geometry, max(row.spec().taps) + 1, 64, 2)
+    assert result["tflop"] == pytest.approx(flops / 1e12)
+    assert result["floor_ms"] == pytest.approx(result["share_of_ceiling"] * result["ms_per_row"])
+    assert result["process_gib"] > 0
     assert result["shape"]["targets"] == ["cpu", "cpu"]
     assert result["workers"].keys() == {"prefetch 0", "prefetch 1", "target 0", "target 1", "drafter 0", "drafter 1"}
     for drafter in ("drafter 0", "drafter 1"):  # the others are done before the last update
         assert 0.7 <= sum(result["workers"][drafter].values()) <= 1.3
     text = "\n".join(lines_of(result))
     assert "in sequence" in text
+    assert "of all devices' matmul ceiling" in text
     assert "drafter 1" in text
     json.dumps(result)
 
@@ -67,6 +75,12 @@ def test_the_command_and_its_refusals(capsys: pytest.CaptureFixture[str], tmp_pa
     result = json.loads(capsys.readouterr().out)
     (tmp_path / "before.json").write_text(json.dumps(result | {"ms": 1e9, "ms_min": 1e9, "ms_max": 1e9}))
     assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "before.json")]) == 0
+    capsys.readouterr()
+    for change in ({"documents": 1}, {"optimizer": "muon"}):  # another amount of work
+        other = result | {"shape": result["shape"] | change}
+        (tmp_path / "other.json").write_text(json.dumps(other))
+        assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "other.json")]) == 2
+        assert "the earlier shape is" in capsys.readouterr().err
     assert main(["bench", "pipeline", "--targets", "cuda:9"]) == 2
     assert main(["bench", "step", "--targets", "cpu"]) == 2
 

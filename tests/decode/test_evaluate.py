@@ -15,17 +15,11 @@ from tiny_decoding import plain_answer, random_prompts, tiny_drafter, tiny_targe
 from draftsmith import cli
 from draftsmith.config import TargetConfig
 from draftsmith.decode import Decoded, Sampling, evaluate
-from draftsmith.decode.evaluate import (
-    accept_by_slot,
-    distinct_share,
-    find_ties,
-    fitting,
-    fitting_prompts,
-    summarise,
-    take_turns,
-)
+from draftsmith.decode.figures import accept_by_slot, distinct_share, summarise
+from draftsmith.decode.fitting import fitting, fitting_prompts, take_turns
 from draftsmith.decode.prompts import Prompt, encode_prompts, prompts_digest, read_prompts
 from draftsmith.decode.rounds import answer_limit, room_for_answer
+from draftsmith.decode.ties import find_ties
 from draftsmith.drafter import DraftModel, save_drafter
 from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
@@ -123,7 +117,7 @@ def test_without_rounds_there_is_no_tau() -> None:
     assert {content[name] for name in measured | {"draft_share", "target_share"}} == {None}
     assert content["not_looping"]["tau"] is None
     assert content["tau_per_prompt"] == [None] * 3
-    lines = "\n".join(cli._evaluation_lines(result))
+    lines = "\n".join(result.lines())
     assert "no rounds: answers ended at their first token" in lines
     assert "speed-up" not in lines
 

@@ -439,6 +439,29 @@ def test_a_target_in_this_process_answers_the_same_way(tmp_path: Path, monkeypat
         assert records(output)[index]["finish_reasons"][-1] == slow.finish_reason
 
 
+def test_conversations_that_json_cannot_hold_are_listed(tmp_path: Path) -> None:
+    """Python writes and reads them; a server gets none, and no line of them is written."""
+    data, output, here = (tmp_path / name for name in ("data.jsonl", "out.jsonl", "here.jsonl"))
+    ask = [{"role": "user", "content": "ast\ndef parse(self):"}, {"role": "assistant", "content": "old"}]
+    lines = [
+        {"messages": [{**ask[0], "content": "half \ud800"}, ask[1]]},
+        {"messages": ask, "tools": [{"type": "function", "function": {"name": "f", "minimum": float("nan")}}]},
+        {"messages": ask},
+    ]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with HostileServer() as server:
+        report = run(server.url, data, output)
+        assert len(server.asked) == 1
+    assert (report.written, report.failed) == (1, 2)
+    target = load_target(TargetConfig(path="demo"), "cpu", torch.float32)  # type: ignore[call-arg]
+    report = regenerate_from_target([data], here, target, Sampling(max_tokens=8), identity={"path": "demo"})
+    assert (report.written, report.failed) == (1, 2)
+    for path, what in ((output, "cannot be sent as JSON: "), (here, "cannot be written as JSON: ")):
+        assert list(records(path)) == [2]
+        failed = [json.loads(line) for line in Path(f"{path}.failed.jsonl").read_text().splitlines()]
+        assert [(line["prompt_index"], line["reason"].startswith(what)) for line in failed] == [(0, True), (1, True)]
+
+
 def test_a_conversation_that_fills_the_positions_of_a_target_here_is_listed(tmp_path: Path) -> None:
     target = load_target(TargetConfig(path="demo"), "cpu", torch.float32)  # type: ignore[call-arg]
     data, output = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
@@ -515,6 +538,10 @@ def test_how_a_template_opens_calls(call: str) -> None:
     assert not any(opening.opens(text) for text in no_calls)
 
 
+# What Python reads as JSON, and nobody else: numbers without end, half of a surrogate pair, nesting without end.
+NOT_JSON = ('{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' * 100_000)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     data, output = write(tmp_path / "data.jsonl", 5), tmp_path / "out.jsonl"
     monkeypatch.setenv("MY_KEY", "k")
@@ -533,6 +560,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["--target", "demo"], "give either --server URL or --target PATH"),
         (["--extra", "[1]"], "--extra: not a JSON object"),
         (["--template-options", "{"], "--template-options: not valid JSON"),
+        *((["--extra", text], "--extra: not valid JSON") for text in NOT_JSON),
+        *((["--template-options", text], "--template-options: not valid JSON") for text in NOT_JSON),
     ]:
         assert cli.main([*arguments, *wrong]) == 2
         assert says in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch
 from draftsmith.blocks import make_draft_batch
 from draftsmith.config import RunConfig, TargetConfig
 from draftsmith.decode import walk as walk_module
-from draftsmith.decode.evaluate import stop_ids_of
+from draftsmith.decode.rounds import stop_ids_of
 from draftsmith.decode.speculative import GreedyProposer, decode
 from draftsmith.decode.walk import accepted_from_every_token, answer_row
 from draftsmith.drafter import DrafterSpec, DraftModel, build_masks, load_drafter
@@ -330,7 +330,7 @@ def test_a_decoder_that_hangs_holds_no_run_up_for_ever(tiny_run, run_folder: Pat
     started: list[subprocess.Popen[str]] = []
 
     def start(*_: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "import time; time.sleep(100)"]
+        command = [sys.executable, "-c", "import time; time.sleep(250)"]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -343,7 +343,7 @@ def test_a_decoder_that_hangs_holds_no_run_up_for_ever(tiny_run, run_folder: Pat
         watcher.offer(1, run_folder / "checkpoints" / "step-0000001")
         watcher.finish(lambda: False)
         watcher.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120
     assert started[0].returncode is not None
     (text,) = [event["text"] for event in of_kind(run_folder, "error")]
     assert text == "held-out prompts are not decoded any more: nothing came for 1 s (pipeline.hang_seconds)"
@@ -353,14 +353,14 @@ def test_a_decoder_in_the_middle_of_an_answer_ends_with_a_run_that_is_killed() -
     """The child never looks at its input. Its parent's end is told by the pipe that both write to."""
     child = (
         "import os, time; from draftsmith.pipeline.parent import end_with; "
-        "end_with(os.getppid(), every=0.05); print('watches', flush=True); time.sleep(100)"
+        "end_with(os.getppid(), every=0.05); print('watches', flush=True); time.sleep(250)"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     run = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     assert run.stdout.readline() == "watches\n"
     run.kill()
-    assert run.communicate(timeout=20)[0] == ""
+    assert run.communicate(timeout=120)[0] == ""
 
 
 def test_a_decoder_whose_run_died_while_it_was_starting_ends() -> None:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.decode.evaluate import GREEDY, Evaluation, evaluate, fitting_prompts, stop_ids_of
+from draftsmith.decode.evaluate import GREEDY, Evaluation, evaluate
+from draftsmith.decode.fitting import fitting_prompts
 from draftsmith.decode.prompts import Prompt, encode_prompts
 from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Proposer
-from draftsmith.decode.rounds import answer_limit
+from draftsmith.decode.rounds import answer_limit, stop_ids_of
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError

@@ -6,16 +6,19 @@ Figures are taken between the updates that fill the queues and the last one, fro
 from __future__ import annotations
 
 import itertools
+import resource
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from draftsmith.bench.setting import GIB
-from draftsmith.bench.timing import Timing
+from draftsmith.bench.parts import draft_flops
+from draftsmith.bench.setting import GIB, Setting
+from draftsmith.bench.target import target_flops
+from draftsmith.bench.timing import Timing, matmul_ceiling
 from draftsmith.observe.events import Event
 from draftsmith.pipeline.clock import KINDS, between
 from draftsmith.pipeline.costs import Costs, choose, seconds_per_update
@@ -79,12 +82,37 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
             "S": plan.config.rows.length, "N": plan.config.rows.anchors, "B": plan.spec.block_size,
             "layers": plan.spec.layers, "H": plan.geometry.hidden_size, "V": plan.geometry.vocab_rows,
             "chunk": plan.config.objective.chunk, "rows": plan.sequence.own_rows,
+            "optimizer": plan.config.optimizer.name,
             "targets": [str(device) for device in topology.targets],
             "drafters": [str(device) for device in topology.drafters],
         },
         "workers": shares,
         "peak_gib": {str(device): torch.cuda.max_memory_allocated(device) / GIB for device in cuda},
+        **({} if cuda else {"process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}),
     }  # fmt: skip
+
+
+def arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, float]:
+    """What a row's features and draft step ask for against the matmul ceiling of all devices; updates do not count.
+
+    Args:
+        setting: of the row.
+        plan: of the run that was timed.
+        ms_per_row: what it took.
+    """
+    setting = replace(setting, device=plan.topology.drafters[0], geometry=plan.geometry)
+    layers = max(plan.spec.taps) + 1
+    flops = target_flops(setting.geometry, layers, setting.length, setting.documents)
+    flops += sum(draft_flops(setting, setting.batch()).values())
+    ceiling = matmul_ceiling(setting.device, setting.dtype) * len(set(plan.topology.devices))
+    rate = flops / (ms_per_row * 1e-3) / 1e12
+    return {
+        "tflop": flops / 1e12,
+        "tflop_per_second": rate,
+        "ceiling_tflop_per_second": ceiling,
+        "share_of_ceiling": rate / ceiling,
+        "floor_ms": flops / ceiling / 1e9,
+    }
 
 
 def predicted(plan: Plan, costs: Costs, measured: float) -> dict[str, Any]:
@@ -110,7 +138,9 @@ def lines_of(result: dict[str, Any]) -> list[str]:
         f"pipeline: {result['tokens_per_second']:,.0f} real tok/s, {result['ms_per_row']:.2f} ms a row; an update of "
         f"{shape['rows']} rows {result['ms']:.2f} ms (min {result['ms_min']:.2f}, max {result['ms_max']:.2f})",
         f"  targets on {', '.join(shape['targets'])}; drafters on {', '.join(shape['drafters'])}; "
-        f"S={shape['S']} N={shape['N']} B={shape['B']} H={shape['H']} V={shape['V']}",
+        f"S={shape['S']} N={shape['N']} B={shape['B']} H={shape['H']} V={shape['V']} documents={shape['documents']}",
+        f"  {result['tflop_per_second']:.3g} TFLOP/s, {result['share_of_ceiling']:.0%} of all devices' matmul "
+        f"ceiling ({result['ceiling_tflop_per_second']:.3g}); floor {result['floor_ms']:.2f} ms a row without updates",
         f"  alone: {costs.line()}",
         f"  predicted from that {result['predicted_tokens_per_second']:,.0f} real tok/s "
         f"({result['prediction_error']:+.1%})",
@@ -131,6 +161,8 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     if "peer_copy_ms" in result:
         lines.append(f"  {result['peer_copy_ms']:.3f} ms for a row's features from device to device")
     lines += [f"  {device} {size:.2f} GiB at most" for device, size in result["peak_gib"].items()]
+    if "process_gib" in result:
+        lines.append(f"  {result['process_gib']:.2f} GiB of this process at most")
     lines += [f"  balance: {result['balance']}"] if result["balance"] else []
     lines.append(
         f"  {result['load_seconds']} s to make the weights, {result['first_update_seconds']} s to the first update"

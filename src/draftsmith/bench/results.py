@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 
 SURE = 3.0  # standard errors that a difference must be beyond
 # Normally scattered, σ is 1.4826 median deviations, and a median's standard error √(π/2)·σ/√n. Neither this nor the
@@ -51,7 +51,9 @@ def read_result(path: Path, part: str) -> dict[str, Any]:
         found |= {key: content.get(key) for key in ("ms_deviation", "runs", "device", "torch")}
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"is not a benchmark result: {error}", where=str(path)) from None
     if found["bench"] != part:
         raise UserError(f"is a result of bench {found['bench']}, not of bench {part}", where=str(path))

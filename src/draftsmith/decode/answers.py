@@ -25,11 +25,10 @@ from typing import Any
 
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.template import Tokeniser
-from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, has_template
 from draftsmith.decode.resumable import open_output
-from draftsmith.decode.rounds import room_for_answer
+from draftsmith.decode.rounds import room_for_answer, stop_ids_of
 from draftsmith.decode.sampling import check_temperature
 from draftsmith.errors import UserError, first_of
 from draftsmith.observe.events import Listener

@@ -14,10 +14,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.proposers import DrafterProposer
-from draftsmith.decode.rounds import room_for_answer
+from draftsmith.decode.rounds import room_for_answer, stop_ids_of
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
 from draftsmith.errors import UserError
 

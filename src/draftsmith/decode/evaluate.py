@@ -22,17 +22,15 @@ Cost: three decodings per prompt; one forward more for an answer that differs or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from draftsmith.decode.cache import DecodeCache
 from draftsmith.decode.distribution import DistributionTest, check_distribution
-from draftsmith.decode.prompts import Prompt, ask_in_turn, encode_prompts
-from draftsmith.decode.rounds import answer_limit, room_for_answer
+from draftsmith.decode.figures import Figures, distinct_share, mean, summarise
+from draftsmith.decode.rounds import answer_limit, stop_ids_of
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import (
     Decoded,
@@ -43,82 +41,12 @@ from draftsmith.decode.speculative import (
     StaticRounds,
     decode,
 )
-from draftsmith.errors import UserError, first_of
+from draftsmith.decode.ties import Tie, find_ties
+from draftsmith.errors import UserError
 
 NOT_LOOPING = 0.6
 WARM_UP_TOKENS = 16
 GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A token of the drafter's answer that is not what the target alone would have said.
-
-    Attributes:
-        prompt: index of the prompt.
-        position: place of the token in the answer.
-        token: what was emitted.
-        best: the target's argmax under teacher forcing; the baseline's token where the two answers part.
-        gap: by how much, in logits, `token` and `best` lie below the top (the larger of the two).
-        noise: largest difference between the target's logits from one long forward and from a one-token step there.
-        tolerance: twice the noise, and at least two units in the last place of the top logit.
-    """
-
-    prompt: int
-    position: int
-    token: int
-    best: int
-    gap: float
-    noise: float
-    tolerance: float
-
-    @property
-    def proved(self) -> bool:
-        """The gap is within what rounding does to these logits."""
-        return self.gap <= self.tolerance
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The numbers of a set of answers.
-
-    Attributes:
-        answers: how many.
-        tokens: in them, by the drafter.
-        rounds: target forwards after the prefill, with the drafter. Without any (every answer ended at its first token)
-            there is neither τ nor speed: the rates below are 0, and null in `to_json`.
-        tau: pooled; `tau_per_response`: mean of the answers' own.
-        accept_by_slot: entry k-1 belongs to slot k.
-        speedup: ratio of the mean seconds per output token, baseline over drafter.
-        seconds_per_token, baseline_seconds_per_token: these means.
-        draft_share, target_share: shares of the drafter's decoding time spent on drafting and in target forwards; what
-            is left is the check, the cache and the loop.
-        seconds_per_round: of its rounds, on average.
-        tau_prompt_lookup, speedup_prompt_lookup: the same for prompt look-up.
-    """
-
-    answers: int
-    tokens: int
-    rounds: int
-    tau: float
-    tau_per_response: float
-    accept_by_slot: list[float]
-    speedup: float
-    seconds_per_token: float
-    baseline_seconds_per_token: float
-    draft_share: float
-    target_share: float
-    seconds_per_round: float
-    tau_prompt_lookup: float
-    speedup_prompt_lookup: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values; a rate that was not measured is null."""
-        if not self.rounds:
-            known = {"answers": self.answers, "tokens": self.tokens, "rounds": 0, "accept_by_slot": []}
-            return {**dict.fromkeys(asdict(self)), **known}
-        others = ("speedup", "tau_prompt_lookup", "speedup_prompt_lookup")  # they may have had no rounds
-        return {**asdict(self), **{name: getattr(self, name) or None for name in others}}
 
 
 @dataclass(frozen=True)
@@ -159,6 +87,22 @@ class Evaluation:
     @property
     def speedup(self) -> float:
         return self.figures.speedup
+
+    def lines(self) -> list[str]:
+        """What a person wants to know first: τ and what it is worth, then whether anything changed."""
+        lines = []
+        for name, figures in (("all answers", self.figures), ("not looping", self.not_looping)):
+            first, *more = ["none"] if figures is None else figures.lines()
+            lines += [f"{name}: {first}", *more]
+        verdict = f"lossless: {'yes' if self.lossless else 'NO'}"
+        if self.distribution is not None:
+            tokens, p_value = self.distribution.tokens, self.distribution.p_value
+            verdict += f" (sampled; {tokens} tokens have the target's own distribution, p = {p_value:.3g})"
+        else:
+            proved = sum(tie.proved for tie in self.ties)
+            ties = f"; {proved} of {len(self.ties)} differences are proved argmax ties" if self.ties else ""
+            verdict += f" ({self.exact_answers} of {len(self.taus)} answers equal token for token{ties})"
+        return [*lines, verdict, self.way]
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the token ids, as plain values."""
@@ -234,7 +178,7 @@ def evaluate(
     return Evaluation(
         figures=summarise(runs, proposer.block_size),
         not_looping=summarise(fresh, proposer.block_size) if fresh else None,
-        taus=[_mean(run.accepted_per_round) if run.accepted_per_round else None for run in decoded],
+        taus=[mean(run.accepted_per_round) if run.accepted_per_round else None for run in decoded],
         distinct_4grams=distinct,
         **vars(_judge(target, prompts, decoded, baseline, sampling, seed)),
         way=rounds.line(),
@@ -319,177 +263,3 @@ def _machine(target: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def take_turns(
-    target: Any,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    template_options: dict[str, Any] | None = None,
-    rounds: StaticRounds | None = None,
-) -> list[Prompt]:
-    """Every turn of multi-turn prompts as a prompt of its own, the target's own greedy answers between them.
-
-    A turn that leaves no room in the target's positions is the last one of its prompt; `fitting` names it.
-
-    Raises:
-        UserError: see `decode`; also turns for a target without a chat template.
-    """
-    stops = stop_ids_of(target)
-
-    def answer(prompt: Prompt) -> str | None:
-        ids = encode_prompts([prompt], target.tokenizer, template_options)[0]
-        room = room_for_answer(target, ids, max_new_tokens)
-        if not room:
-            return None
-        said = decode(target, ids, GreedyProposer(), max_new_tokens=room, stop_ids=stops, rounds=rounds).tokens
-        return target.tokenizer.decode([token for token in said if token not in stops])
-
-    return ask_in_turn(prompts, answer)
-
-
-def fitting_prompts(
-    target: Any,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    rounds: StaticRounds | None = None,
-    template_options: dict[str, Any] | None = None,
-) -> tuple[list[list[int]], list[str]]:
-    """(token ids of every turn that leaves room for an answer, lines as of `fitting`), for `evaluate`.
-
-    Raises:
-        UserError: see `take_turns` and `fitting`.
-    """
-    turns = take_turns(target, prompts, max_new_tokens, template_options, rounds)
-    _, encoded, notes = fitting(target, turns, max_new_tokens, template_options)
-    return encoded, notes
-
-
-def fitting(
-    target: Any, prompts: Sequence[Prompt], max_new_tokens: int, template_options: dict[str, Any] | None = None
-) -> tuple[list[Prompt], list[list[int]], list[str]]:
-    """(prompts that leave room for an answer in the target's positions, their token ids, a line on the others and one
-    on short room).
-
-    Raises:
-        UserError: none leaves room; see also `encode_prompts`.
-    """
-    positions = target.geometry.max_position_embeddings
-    encoded = encode_prompts(prompts, target.tokenizer, template_options)
-    roomy = [
-        (prompt, ids, room_for_answer(target, ids, max_new_tokens))
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
-    fit = [(prompt, ids) for prompt, ids, room in roomy if room]
-    too_long = [f"{prompt.source} ({len(ids):,} tokens)" for prompt, ids, room in roomy if not room]
-    short = [prompt.source for prompt, _, room in roomy if 0 < room < max_new_tokens]
-    if not fit:
-        raise UserError(
-            f"no prompt leaves room for an answer: the target has {positions:,} positions", where=too_long[0]
-        )
-    notes = []
-    if too_long:
-        notes.append(f"left out, because the target has {positions:,} positions: {first_of(too_long)}")
-    if short:
-        notes.append(
-            f"room for fewer than {max_new_tokens:,} tokens before the target's {positions:,} positions end: "
-            f"{first_of(short)}"
-        )
-    return [prompt for prompt, _ in fit], [ids for _, ids in fit], notes
-
-
-def stop_ids_of(target: Any) -> frozenset[int]:
-    """End-of-answer tokens of a target."""
-    return frozenset(target.stop_ids)
-
-
-def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of distinct 4-grams; 1 for an answer too short to hold one."""
-    grams = [tuple(tokens[place : place + 4]) for place in range(len(tokens) - 3)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def summarise(runs: Sequence[tuple[Decoded, Decoded, Decoded]], block_size: int) -> Figures:
-    """Figures of (drafter, baseline, prompt look-up) runs; those that ended at their first token have no share in τ."""
-    ours, base, lookup = ([run[column] for run in runs] for column in range(3))
-    seconds, base_seconds, lookup_seconds = (_seconds_per_token(column) for column in (ours, base, lookup))
-    return Figures(
-        answers=len(runs),
-        tokens=sum(len(run.tokens) for run in ours),
-        rounds=sum(run.target_forwards for run in ours),
-        tau=_mean([count for run in ours for count in run.accepted_per_round]),
-        tau_per_response=_mean([_mean(run.accepted_per_round) for run in ours if run.accepted_per_round]),
-        accept_by_slot=accept_by_slot(ours, block_size),
-        speedup=_ratio(base_seconds, seconds),
-        seconds_per_token=seconds,
-        baseline_seconds_per_token=base_seconds,
-        draft_share=_ratio(sum(run.draft_seconds for run in ours), sum(run.seconds for run in ours)),
-        target_share=_ratio(sum(run.target_seconds for run in ours), sum(run.seconds for run in ours)),
-        seconds_per_round=_ratio(sum(run.seconds for run in ours), sum(run.target_forwards for run in ours)),
-        tau_prompt_lookup=_mean([count for run in lookup for count in run.accepted_per_round]),
-        speedup_prompt_lookup=_ratio(base_seconds, lookup_seconds),
-    )
-
-
-def accept_by_slot(runs: Sequence[Decoded], block_size: int) -> list[float]:
-    """[B-1]: of the blocks that drafted slot k, the share in which slots 1..k stood; 0 where none drafted it."""
-    drafted = [count for run in runs for count in run.drafted_per_round]
-    stood = [count for run in runs for count in run.stood_per_round]
-    return [
-        _ratio(sum(count >= slot for count in stood), sum(count >= slot for count in drafted))
-        for slot in range(1, block_size)
-    ]
-
-
-@torch.inference_mode()
-def find_ties(target: Any, index: int, prompt: Sequence[int], ours: list[int], base: list[int]) -> list[Tie]:
-    """Every place where `ours` is not the target's choice under teacher forcing, and the place where it leaves `base`.
-
-    An answer that is a mere beginning of the other one parts from it by a missing token, which no rounding explains:
-    its gap is infinite.
-    """
-    prompt = list(prompt)
-    device = torch.device(target.device)
-    ids = torch.tensor([prompt + ours], device=device)
-    logits = target.model(ids, use_cache=False, logits_to_keep=len(ours) + 1).logits[0, :-1]
-    chosen = logits.argmax(-1).tolist()
-    parting = next((place for place, (a, b) in enumerate(zip(ours, base, strict=False)) if a != b), None)
-    if parting is None:
-        return [Tie(index, min(len(ours), len(base)), -1, -1, math.inf, 0.0, 0.0)]
-    ties = []
-    for place, (token, best) in enumerate(zip(ours, chosen, strict=True)):
-        other = base[place] if place == parting else best
-        if token == best and place != parting:
-            continue
-        row = logits[place].float()
-        top = float(row.max())
-        gap = top - min(float(row[token]), float(row[other]))
-        stand = len(prompt) + place - 1
-        # What plain decoding does there: one token, everything before it in a cache.
-        cache = DecodeCache(target.model.config, 1, stand + 1)
-        positions = torch.arange(stand + 1, device=device)[None]
-        for part in (slice(0, stand), slice(stand, stand + 1))[not stand :]:
-            step = target.model(
-                ids[:, part],
-                position_ids=positions[:, part],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[0, -1]
-        noise = float((step.float() - row).abs().max())
-        unit = torch.finfo(logits.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 1e-6)))
-        ties.append(Tie(index, place, token, other, gap, noise, max(2 * noise, 2 * unit)))
-    return ties
-
-
-def _seconds_per_token(runs: Sequence[Decoded]) -> float:
-    """Mean over the answers of the decoding seconds per token that decoding emitted."""
-    return _mean([run.seconds / (len(run.tokens) - 1) for run in runs if len(run.tokens) > 1])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _ratio(above: float, below: float) -> float:
-    return above / below if below else 0.0

@@ -59,6 +59,12 @@ class GreedyProposer:
         raise AssertionError("a block of one slot holds no drafts")
 
 
+def check_block_size(block_size: int | None, trained: int) -> None:
+    """Raises UserError for slots at decoding, if any are given, that a drafter trained with `trained` does not have."""
+    if block_size is not None and not 1 <= block_size <= trained:
+        raise UserError(f"block size {block_size} is outside 1..{trained}", where="block size of the drafter")
+
+
 class DrafterProposer:
     """A block per forward of a DFlash drafter.
 
@@ -72,10 +78,8 @@ class DrafterProposer:
     """
 
     def __init__(self, drafter: Any, head: Any, block_size: int | None = None) -> None:
-        trained = drafter.spec.block_size
-        if block_size is not None and not 1 <= block_size <= trained:
-            raise UserError(f"block size {block_size} is outside 1..{trained}", where="block size of the drafter")
-        self.block_size = block_size or trained
+        check_block_size(block_size, drafter.spec.block_size)
+        self.block_size = block_size or drafter.spec.block_size
         self.taps = tuple(drafter.spec.taps) if self.block_size > 1 else ()
         self.drafter, self.head = drafter, head
         self._cache: Any = None

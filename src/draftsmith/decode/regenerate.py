@@ -29,17 +29,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config import DataSource
+from draftsmith.config import DataSource, what_json_lacks
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.places import find_files
 from draftsmith.data.tables import hash_file
 from draftsmith.decode.calls import find_call_opening
 from draftsmith.decode.dialogue import Dialogue, is_empty, make_dialogue
-from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.resumable import OutputLines, open_output, unwritable
-from draftsmith.decode.rounds import answer_limit
+from draftsmith.decode.rounds import answer_limit, stop_ids_of
 from draftsmith.decode.sampling import check_temperature
 from draftsmith.decode.server import ChatServer, GivenUpError, Reply
 from draftsmith.errors import UserError
@@ -194,7 +193,11 @@ async def _talk(waiting: Iterator[Dialogue], work: _Work, server: ChatServer, sa
     for dialogue in waiting:
         try:
             while not dialogue.ended:
-                reply = await server.answer(_request(dialogue, sampling))
+                request = _request(dialogue, sampling)
+                fault = what_json_lacks(request)
+                if fault:
+                    raise GivenUpError(f"cannot be sent as JSON: {fault}", 0, False)
+                reply = await server.answer(request)
                 work.answered(dialogue, _as_answer(reply))
                 if server.stopping and not dialogue.ended:
                     return  # what it has is on disk
@@ -503,6 +506,9 @@ def _encode(going: dict[int, Dialogue], target: Any, sampling: Sampling, work: _
     for index, dialogue in list(going.items()):
         prompt = Prompt(dialogue.source, messages=dialogue.messages, tools=dialogue.tools)
         try:
+            fault = what_json_lacks([dialogue.messages, dialogue.tools])
+            if fault:
+                raise UserError(f"cannot be written as JSON: {fault}")
             (ids,) = encode_prompts([prompt], target.tokenizer, sampling.template_options)
             answer_limit(target, ids, 1, "the conversation until there")
             encoded[index] = ids

@@ -93,6 +93,11 @@ def answer_limit(target: Any, prompt: Sequence[int], max_new_tokens: int, where:
     return room
 
 
+def stop_ids_of(target: Any) -> frozenset[int]:
+    """End-of-answer tokens of a target."""
+    return frozenset(target.stop_ids)
+
+
 def check_block(
     drafts: Tensor, draft_probs: Tensor | None, logits: Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[list[int], int]:

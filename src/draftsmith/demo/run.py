@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +33,13 @@ import torch
 import yaml
 
 from draftsmith.config import RunConfig, TargetConfig, parse_config
-from draftsmith.decode.evaluate import NOT_LOOPING, Evaluation, Figures, distinct_share, evaluate
+from draftsmith.decode.evaluate import NOT_LOOPING, Evaluation, evaluate
+from draftsmith.decode.figures import Figures, distinct_share
 from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.drafter import load_drafter
 from draftsmith.errors import UserError
+from draftsmith.observe.aside import written_aside
 from draftsmith.observe.events import Listener, read_events
 from draftsmith.observe.picture import draw_run
 from draftsmith.pipeline.run import TrainResult, train
@@ -126,7 +129,8 @@ def run_demo(output: Path, *, seed: int = 0, listener: Listener | None = None, q
     seconds["total"] = clock.total()
     result = _result(evaluation, trained, quick, len(answers), kept, tokens, seconds)
     draw_run(read_events(output / "events.jsonl"), output / "training.png", title="draftsmith demo", tau=evaluation.tau)
-    (output / "result.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with written_aside(output / "result.json") as file:
+        file.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     return {**result, "text": "\n".join(_account(result, evaluation, output))}
 
 
@@ -246,7 +250,8 @@ def _write_config(config: RunConfig, path: Path) -> None:
     """The config as YAML, without what is left at its default."""
     head = "# The run of this demo. Repeat it, or change it, with\n#   draftsmith train {} training.output=runs/again\n"
     content = yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
-    path.write_text(head.format(path) + content, encoding="utf-8")
+    with written_aside(path) as file:
+        file.write(head.format(shlex.quote(str(path))) + content)
 
 
 def _require_finished(trained: TrainResult) -> None:

@@ -25,11 +25,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.config import TargetConfig
 from draftsmith.drafter.config_fields import field_faults, without_nulls
 from draftsmith.drafter.model import DraftModel
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, zlab_fields
 from draftsmith.errors import UserError
+from draftsmith.target.geometry import read_geometry
 from draftsmith.target.taps import choose_taps
 
 WEIGHTS = "model.safetensors"
@@ -356,3 +358,17 @@ def load_drafter(
         model = DraftModel(spec)
     model.load_state_dict(weights, assign=True)
     return model.to(device=device, dtype=dtype)
+
+
+def load_drafter_for(target: TargetConfig, folder: Path) -> DraftModel:
+    """The drafter saved in `folder`, on the CPU and in its own dtype, for a target that is not loaded yet: loading may
+    take minutes, and what is wrong with the drafter need not wait for it.
+
+    Raises:
+        UserError: see `load_drafter`; also a target whose configuration cannot be read, or that it was not trained for.
+    """
+    read_config(folder)  # before a target is looked for, which may mean to fetch it
+    geometry = read_geometry(target)
+    drafter = load_drafter(folder, target_layers=geometry.layers)
+    drafter.spec.require_target(geometry, str(folder))
+    return drafter

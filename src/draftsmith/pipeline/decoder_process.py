@@ -32,9 +32,8 @@ from typing import Any, TextIO
 import torch
 
 from draftsmith.config import TargetConfig
-from draftsmith.decode.evaluate import stop_ids_of
 from draftsmith.decode.prompts import encode_prompts, read_prompts
-from draftsmith.decode.rounds import room_for_answer
+from draftsmith.decode.rounds import room_for_answer, stop_ids_of
 from draftsmith.decode.speculative import DrafterProposer, decode
 from draftsmith.decode.walk import accepted_from_every_token, answer_row
 from draftsmith.drafter import DraftModel, load_drafter
