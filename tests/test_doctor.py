@@ -82,7 +82,18 @@ def test_variables_that_change_compiling():
     found = variables({"TORCH_COMPILE_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"})
     assert [finding.level for finding in found] == ["bad", "warn", "warn"]
     assert found[0].mend == "unset TORCH_COMPILE_DISABLE"
-    assert variables({"TORCH_COMPILE_DISABLE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"})[0].level == "ok"
+    fine = {"TORCH_COMPILE_DISABLE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "CUDA_HOME": "/usr/local/cuda"}
+    assert variables(fine, fine)[0].level == "ok"
+
+
+def test_a_variable_that_nobody_lists_is_told_too(monkeypatch):
+    """It makes another cache, so "none that changes compiling" would be wrong."""
+    monkeypatch.setenv("TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "1")
+    told = [
+        (found.level, found.text, found.mend) for found in machine.check() if found.check == "environment variables"
+    ]
+    text = "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1: may change what is compiled"
+    assert ("warn", text, "unset TORCHINDUCTOR_COORDINATE_DESCENT_TUNING") in told
 
 
 def test_drift_from_pinned_versions(tmp_path):
@@ -218,6 +229,21 @@ def test_folders_are_written_to(tiny_run, tmp_path, monkeypatch):
         assert "cannot be written" in found[name].text
         assert setting in found[name].mend
     assert found["inductor cache"].level == "ok"
+
+
+def test_a_gpu_that_cannot_be_used_is_a_finding(monkeypatch):
+    """Torch counts what the driver's library names, also where the driver is too old for torch's CUDA."""
+
+    def refuse(_index):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update it")
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", refuse)
+    (found,) = (finding for finding in machine.check() if finding.check in ("gpu", "peer access"))
+    assert (found.level, found.text) == (
+        "bad",
+        "cuda:0 cannot be used: The NVIDIA driver on your system is too old (found version 12080).",
+    )
 
 
 def test_what_is_amiss_comes_with_what_mends_it(tiny_run, gated_delta_target, monkeypatch):

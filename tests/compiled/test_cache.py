@@ -109,6 +109,15 @@ def test_verify_names_fields_and_files(own):
     ]
     (own / cache.MANIFEST).unlink()
     assert "no manifest" in cache.verify(own, HERE)[0]
+    shutil.rmtree(own)
+    assert "is not there" in cache.verify(own, HERE)[0]
+
+
+def test_the_place_of_caches_is_absolute(tmp_path, monkeypatch):
+    """Torch makes the folder that it is told absolute, and the two must be one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRAFTSMITH_CACHE_DIR", "here/../there")
+    assert cache.root_folder() == tmp_path / "there"
 
 
 def test_pack_and_unpack(own, tmp_path):
@@ -217,6 +226,11 @@ def test_a_manifest_is_written_while_others_compile_into_the_folder(own, monkeyp
     being_written = own / "triton" / "KERNEL" / "tmp.pid_12_ab"
     being_written.mkdir(parents=True)
     (being_written / "kernel.cubin").write_text("half of it")
+    left_by_inductor = (
+        own / "triton" / "0" / "tmp.0b4dc5de-8a0f-4c1e-9d8b-1f8b7a1c2d3e"
+    )  # it lost the race to its place
+    left_by_inductor.mkdir(parents=True)
+    (left_by_inductor / "kernel.cubin").write_text("a twin")
     (own / f".{cache.MANIFEST}-12-elsewhere").write_text("another process's")
     checksum = cache._checksum
 
@@ -479,6 +493,46 @@ def test_a_cache_that_may_only_be_read_is_used(own, monkeypatch, locked_before):
     else:
         with pytest.warns(UserWarning, match="cannot be locked, .*: Read-only file system"):
             assert cache_lock.share(own) is None
+
+
+def test_a_folder_that_the_environment_names_is_held_if_it_lies_in_a_cache_of_ours(own, tmp_path, monkeypatch):
+    """Also Triton's. Elsewhere, and in the room of a process, which waits for those that it started, nothing is."""
+    monkeypatch.setattr(cache, "_shared", {})
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with making(own.parent) as room_of_another:
+        for elsewhere in (tmp_path / "elsewhere", own.parent / room_of_another / "filling"):
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(elsewhere))
+            assert cache.use(own) is False
+            assert cache._shared == {}
+            assert not (elsewhere / cache_lock.LOCK).exists()
+    for variable, named in (("TORCHINDUCTOR_CACHE_DIR", own), ("TRITON_CACHE_DIR", own.parent / SECOND / "triton")):
+        monkeypatch.setenv(variable, str(named))
+        for _ in range(2):
+            assert cache.use(tmp_path / "other") is False
+    assert list(cache._shared) == [own, own.parent / SECOND]
+    for held, lock in cache._shared.items():
+        with pytest.raises(CacheRefused, match="is in use"):
+            cache.clear([held])
+        os.close(lock)
+
+
+def test_a_cache_is_neither_deleted_nor_replaced_while_it_is_packed(own, tmp_path, monkeypatch):
+    """A run may write another manifest meanwhile; packed is the one of the files that are packed."""
+    add, archive = tarfile.TarFile.add, tmp_path / "cache.tar.gz"
+
+    def late(tar, *arguments, **options):
+        with pytest.raises(CacheRefused, match="is in use"):
+            cache.clear([own])
+        (own / "more.py").write_text("more")
+        cache.write_manifest(own, HERE, [])
+        add(tar, *arguments, **options)
+
+    monkeypatch.setattr(tarfile.TarFile, "add", late)
+    archives.pack(own, archive)
+    assert [use["name"] for use in archives.unpack(archive, own.parent / SECOND, HERE, NEEDS)["uses"]] == list(NEEDS)
+    with pytest.raises(CacheRefused, match=r"is not there: every config, .* own; `draftsmith compile warm"):
+        archives.pack(own.parent / "nowhere", tmp_path / "other.tar.gz")
+    assert not (own.parent / "nowhere").exists()
 
 
 def test_the_environment_decides_where_inductor_looks(own, monkeypatch):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -192,20 +193,39 @@ def test_warm_that_is_terminated_ends_its_process_and_leaves_nothing(compiled_ru
     command = [sys.executable, "-m", "draftsmith", "compile", "warm", config_file(compiled_run, tmp_path)]
     with (tmp_path / "said").open("w+") as said:
         process = subprocess.Popen(command, env=environment, stderr=said)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def children() -> list[str]:
+            """Of all threads."""
+            return " ".join(each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/children")).split()
+
         until = time.monotonic() + 120
-        while not (caches.is_dir() and list(caches.iterdir()) and children.read_text()):
+        while not (caches.is_dir() and list(caches.iterdir()) and children()):
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        child = int(children.read_text().split()[0])
+        (child,) = children()
         process.terminate()
         assert process.wait(60) == 143
         said.seek(0)
-        assert said.read().splitlines()[-1] == "draftsmith: terminated before there was anything to save"
+        assert said.read().splitlines()[-1] == "draftsmith: terminated before the first update: nothing new to save"
     assert not Path(f"/proc/{child}").exists()
     assert list(caches.iterdir()) == []
     assert [item.name for item in temporary.iterdir() if item.name.startswith("draftsmith-")] == []
+
+
+def test_an_interrupt_while_the_process_of_warm_starts_ends_it(compiled_run, caches, tmp_path, monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def slowly(_command, **options):
+        started.append(start(["sleep", "100"], **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", slowly)
+    with pytest.raises(KeyboardInterrupt):
+        compile_commands._in_process(compiled_run, caches, tmp_path)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_what_the_process_of_warm_refuses_comes_in_its_own_words(tiny_run, caches, tmp_path):
@@ -248,6 +268,19 @@ def test_what_the_machine_lacks_for_compiling_is_the_users_error(cause, said):
 def test_other_failures_keep_their_traceback(fault):
     with pytest.raises(type(fault)), compiling.explained():
         raise fault
+
+
+@pytest.mark.parametrize("command", ["prove", "warm"])
+def test_a_machine_without_a_compiler_is_one_line(compiled_run, tmp_path, capfd, command):
+    """Before anything is compiled, and so before torch says anything of it."""
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
+        assert main(["compile", command, config_file(compiled_run, tmp_path)]) == 2
+    out, err = capfd.readouterr()
+    said = "compile: torch cannot compile on this machine: InvalidCxxCompiler: No working C++ compiler found in "
+    assert out == ""
+    assert err.startswith(f"draftsmith: {said}")
+    assert err.endswith(" (apt-get install g++, and unset CXX if it names another)\n")
+    assert err.count("\n") == 1
 
 
 def test_there_is_nothing_to_prove_where_nothing_is_compiled(tiny_run, tmp_path, capsys):

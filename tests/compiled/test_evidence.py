@@ -22,6 +22,7 @@ from draftsmith.compiled import (
     NotCompiled,
     Region,
     WarmUp,
+    _torch,
 )
 from draftsmith.compiled.evidence import Seen, judge
 from draftsmith.pipeline.proof import FLEX_KERNELS
@@ -308,3 +309,27 @@ def test_control_torch_compile_disable():
     assert "nothing was compiled (TORCH_COMPILE_DISABLE=1 is set)" in strict
     assert warm == "drafter 0: region 'drafter 0' ran, but nothing was compiled (TORCH_COMPILE_DISABLE=1 is set)"
     assert "drafter 0 ran 1 times without a compiled graph" in evidence
+
+
+def test_a_profiler_that_does_not_start_or_stop_leaves_nothing_watched(gate, monkeypatch):
+    region = Region("r", torch.sin, gate=gate, backend="eager")
+    evidence = Evidence(gate, [Expected(region)])
+
+    def fails(_recorder):
+        raise RuntimeError("a profiler runs already")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch.Recorder, "start", fails)
+        with pytest.raises(RuntimeError, match="runs already"):
+            evidence.check(lambda: region(torch.ones(2)))
+    assert not gate.watched
+    evidence.begin()
+    recorder = evidence._recorder
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch.Recorder, "stop", fails)
+        with pytest.raises(RuntimeError, match="runs already"):
+            evidence.end(0)
+    recorder.stop()
+    assert not gate.watched
+    assert evidence.begin() is None
+    evidence.abandon()

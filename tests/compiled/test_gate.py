@@ -307,3 +307,25 @@ def test_disabled_region_runs_the_function_itself(gate):
     gate.seal()
     assert calls(torch.ones(9)) == square(torch.ones(9))
     assert calls.first_uses == []
+
+
+@pytest.mark.parametrize("what", ["autocast", "dtype of autocast", "strides"])
+def test_what_guards_look_at_besides_shapes_is_a_first_use(gate, what):
+    """So it is compiled alone, also through `gate.step()`."""
+    region, x = Region("r", lambda x: x @ x, gate=gate, backend="eager"), torch.ones(4, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "dtype of autocast"):
+        region(x)
+    dtype = torch.float16 if what == "dtype of autocast" else torch.bfloat16
+    with torch.autocast("cpu", dtype, enabled=what != "strides"), gate.step():
+        region(x.t() if what == "strides" else x)
+    assert [compile_.alone for compile_ in gate.compiles] == [True, True]
+    assert len(region.first_uses) == 2
+
+
+def test_the_last_place_taken_by_another_thread_is_an_error_of_the_gate(gate):
+    gate._free.clear()
+    with pytest.raises(GateError, match="more than 256 threads"), gate.step():
+        pass
+    with pytest.raises(GateError, match="more than 256 threads"), gate.exclusive():
+        pass
+    assert not gate.held

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
 from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compile_commands import _random_head
+from draftsmith.pipeline.environment import write_record
+from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.proof import dense_rule, differs_from_reference, expectations, make_sample
 from draftsmith.pipeline.run import train
+from draftsmith.pipeline.sync import Exchange
 
 SMALL = {"drafter": {"layers": 1, "block_size": 4}, "training": {"steps": 3, "eval_rows": 0, "save_every": 0}}
 
@@ -59,6 +63,38 @@ def test_a_compiled_run_warms_up_seals_and_is_judged(tiny_run, traced):
     ledger = json.loads((result.folder / "ledger.json").read_text())
     assert {entry["region"] for entry in ledger["entries"]} == {"target 0", "drafter 0", "objective 0"}
     assert len(ledger["evidence"]) == 2
+
+
+def test_no_worker_waits_for_another_inside_a_hold(tiny_run, traced, monkeypatch):
+    """Else the two could wait for each other: one for a row, the other for the gate."""
+    gates: list[Gate] = []
+    waits: list[str] = []
+
+    class Listed(Gate):
+        def __init__(self):
+            super().__init__()
+            gates.append(self)
+
+    def outside(method):
+        @wraps(method)
+        def waits_outside(*arguments):
+            waits.append(method.__qualname__)
+            assert not any(gate.held for gate in gates), f"{method.__qualname__} inside a hold"
+            return method(*arguments)
+
+        return waits_outside
+
+    monkeypatch.setattr("draftsmith.pipeline.run.Gate", Listed)
+    for waiting in (Link.reserve, Link.put, Link.take, Exchange.meet):
+        owner = Link if waiting.__qualname__.startswith("Link") else Exchange
+        monkeypatch.setattr(owner, waiting.__name__, outside(waiting))
+    pipeline = {"targets": ["cpu", "cpu"], "drafters": ["cpu", "cpu"]}
+    training = SMALL["training"] | {"rows_per_update": 2}
+    compiled = {"enabled": "on", "evidence": "warn"}
+    train(tiny_run("held", **SMALL | {"training": training}, pipeline=pipeline, compile=compiled))
+    assert set(waits) == {"Link.reserve", "Link.put", "Link.take", "Exchange.meet"}
+    with gates[0].exclusive(), pytest.raises(AssertionError, match="inside a hold"):
+        Link(0, 1, 1, Stop()).take(0)
 
 
 @pytest.mark.parametrize("layer_types", [None, ["sliding_attention"] + 3 * ["full_attention"]])
@@ -191,3 +227,38 @@ def test_a_cache_is_found_again_by_a_process_that_has_not_compiled_yet(tiny_run,
     compiling.machine_facts.cache_clear()
     assert compiling.cache_folder(plan) != place, "a user's own variable counts"
     compiling.machine_facts.cache_clear()
+
+
+def test_a_ledger_that_cannot_be_written_does_not_end_the_run(tiny_run, monkeypatch):
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("draftsmith.compiled.ledger.write_aside", full)
+    result = train(tiny_run("full", **SMALL))
+    assert result.step == 3
+    said = [event["text"] for event in events(result.folder, "notice")]
+    assert "the ledger cannot be written: [Errno 28] No space left on device" in said
+
+
+def test_a_run_says_that_the_environment_names_the_compile_cache(tiny_run, traced, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    result = train(tiny_run("named", **SMALL, compile={"enabled": "on", "evidence": "off"}))
+    said = f"TORCHINDUCTOR_CACHE_DIR names the compile cache: {tmp_path / 'mine'}, which has no lock"
+    assert [event["text"] for event in events(result.folder, "notice") if event["text"].startswith(said)]
+
+
+def test_records_of_a_run_stay_whole_where_the_disk_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "environment.json"
+    path.write_text("old")
+    (tmp_path / ".environment.json.0123abcd.new").write_text("left by one that was killed")
+
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"environment.json: cannot be written: No space left"):
+            write_record(path, {"packages": {}})
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir() if each.is_file()] == [(path.name, "old")]
+    write_record(path, {"packages": {}})
+    assert json.loads(path.read_text()) == {"packages": {}}

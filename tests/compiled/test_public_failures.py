@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from draftsmith.compiled import Region, Settings
 
@@ -118,10 +119,39 @@ def test_settings_carry_grad_mode_and_autocast(in_threads):
     assert not torch.is_autocast_enabled("cpu")
 
 
+def compiled_by_twelve_threads(in_threads, function, **options):
+    """Graphs of a plain compiled function that twelve threads call first and together, with six shapes."""
+    counter = CompileCounterWithBackend("eager")
+    plain = torch.compile(own(function), backend=counter, dynamic=False, **options)
+    in_threads(*[lambda n=n: plain(torch.ones(n // 2 + 2)) for n in range(12)])
+    calls = counter.frame_count
+    for n in range(12):  # afterwards too: what is past the limit stays eager
+        plain(torch.ones(n // 2 + 2))
+    return calls, counter.frame_count
+
+
 def test_twelve_threads_first_calling_one_function(gate, in_threads):
-    """Twelve shapes through one region: one compile each, no duplicates, and the limit is the region's own."""
+    """Six shapes through one region: one compile each, no duplicates, and the limit is the region's own. Without a gate
+    the twelve may compile a shape twice, and what the limit leaves out runs eager in silence."""
+    limited = {"recompile_limit": 4} if torch.__version__ >= "2.12" else {}
+    if limited:
+        assert compiled_by_twelve_threads(in_threads, wave, **limited) == (4, 4), "the control did not show the failure"
     region = Region("shared", wave, gate=gate, backend="aot_eager", recompile_limit=16)
     in_threads(*[lambda n=n: region(torch.ones(n // 2 + 2, requires_grad=True)).backward() for n in range(12)])
     assert len(gate.compiles) == 6
     assert len(region.first_uses) == 6
     assert all(compile_.alone for compile_ in gate.compiles)
+
+
+def test_past_the_recompile_limit(gate):
+    """A plain function goes on eager, without an error; a region's raises."""
+    counter = CompileCounterWithBackend("eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        plain = torch.compile(own(wave), backend=counter, dynamic=False)
+        for size in (4, 5, 6):
+            torch.testing.assert_close(plain(torch.ones(size)), wave(torch.ones(size)))
+        assert counter.frame_count == 1, "the control did not show the failure"
+        region = Region("limited", wave, gate=gate, backend="aot_eager")
+        region(torch.ones(4))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            region(torch.ones(5))

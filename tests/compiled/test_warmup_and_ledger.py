@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -104,3 +106,28 @@ def test_a_warm_up_whose_numbers_are_wrong_says_what_differs(gate):
         WarmUp(gate, Ledger(gate), ["cpu"]).turn(
             "drafter 0", "cpu", [region], lambda: region(leaf()), lambda: "differs by 0.3"
         )
+
+
+def test_two_regions_of_one_name_are_refused(gate):
+    """Nobody could say which of them a compile belongs to."""
+    one, other = (Region("worker", torch.sin, gate=gate, backend="eager") for _ in range(2))
+    ledger = Ledger(gate)
+    ledger.watch([one])
+    ledger.watch([one])
+    with pytest.raises(ValueError, match="two regions are named 'worker'"):
+        ledger.watch([other])
+
+
+def test_a_ledger_is_there_whole_or_as_it_was(gate, tmp_path, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "ledger.json"
+    path.write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            Ledger(gate, path=path).write()
+    assert [path.read_text() for path in tmp_path.glob("*") if path.is_file()] == ["old"]
+    Ledger(gate, path=path).write()
+    assert json.loads(path.read_text())["version"] == 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +62,54 @@ def test_a_run_has_vitals(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
     status = read_status(result.folder)
     assert (status.state, status.healthy) == ("finished", True)
     assert "target 0 0/2" in "\n".join(status.lines())
+
+
+class Library(SimpleNamespace):
+    """Stands in for NVIDIA's on a machine with one card."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        answers: dict[str, object] = {
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "card",
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3 * 2**30, total=140 * 2**30),
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97),
+            "nvmlDeviceGetCurrentClocksEventReasons": 0x4,
+        }
+        return lambda *asked: f"GPU-{asked[0]}" if name == "nvmlDeviceGetUUID" else answers.get(name, 700)
+
+
+def test_what_is_written_of_gpus_is_what_readers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank's card all facts, with a cause once its memory came and went; of another's what it sent."""
+    monkeypatch.setattr(module, "VITALS_SECONDS", 0.02)
+    monkeypatch.setitem(sys.modules, "pynvml", Library())
+    taken = count(4)
+    stats = {"reserved_bytes.all.current": 2**34, "allocated_bytes.all.current": 2**33, "num_alloc_retries": 0}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: SimpleNamespace(uuid="card"))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _device: 2**33)
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda _device: {**stats, "num_device_alloc": next(taken)})
+    clock = WorkerClock("drafter 0")
+    with EventLog(tmp_path / "events.jsonl") as log:
+        parts = log, tmp_path, (torch.device("cuda", 0),), [clock], {"drafter 0": Link[int](0, 1, 2, Stop())}, 2
+        with Vitals(*parts, lambda: 7, exchange=lambda sample: [(1, sample)]):
+            time.sleep(0.2)
+        notices = [each["text"] for each in log.summary["notices"].values()]
+    assert notices == []
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert {event["kind"] for event in events} == {"vitals"}
+    own, other, *_ = events[-1]["devices"]
+    assert (own["device"], other["device"]) == ("cuda:0", "cuda:0 of rank 1")
+    assert own == {
+        "device": "cuda:0", "name": "NVIDIA H200", "memory_used": 3 * 2**30, "memory_total": 140 * 2**30, "use": 0.97,
+        "clock": 700, "clock_max": 700, "slowed_by": ["power cap"], "power": 0.7, "power_limit": 0.7,
+        "temperature": 700, "allocated": 2**33, "allocated_peak": 0, "reserved": 2**34, "retries": 0,
+        "volatility": 0.5, "volatile_because": "tensors of new sizes, or more of them at a time: 1 new pieces",
+    }  # fmt: skip
+    assert events[-1]["queues"].keys() == {"drafter 0", "drafter 0 of rank 1"}
 
 
 def test_vitals_that_fail_end_no_run(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,23 @@ def why_nothing_compiles() -> str:
     return "it had been compiled before, or compiling is switched off by something unknown"
 
 
+def lacks_compiler() -> str:
+    """Why torch finds no C++ compiler, whatever its caches hold; "" where it finds one, or does not say.
+
+    Inductor's code for the CPU wants one even to load what is cached; what a GPU runs may load without.
+    """
+    from torch._inductor import cpp_builder, exc
+
+    look = getattr(cpp_builder, "get_cpp_compiler", None)
+    refusal = getattr(exc, "InvalidCxxCompiler", OSError)
+    try:
+        if look is not None:
+            look()
+    except (refusal, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def why_it_failed(error: BaseException) -> str:
     """The cause in one line where compiling failed by what the machine lacks; "" for every other error.
 

@@ -6,19 +6,22 @@ the new one is worth as much.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import tarfile
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from draftsmith.compiled.aside import aside_of
 from draftsmith.compiled.cache import (
     MANIFEST,
     Coverage,
-    aside_of,
     coverage,
     inside,
     make_writable,
@@ -28,18 +31,26 @@ from draftsmith.compiled.cache import (
     without_manifest,
     wrong_files,
 )
-from draftsmith.compiled.cache_lock import CacheRefused, room
+from draftsmith.compiled.cache_lock import CacheRefused, room, shared
 
 
 def pack(folder: Path, archive: Path) -> int:
-    """Write a cache with its manifest as a .tar.gz; returns its bytes.
+    """Write a cache with its manifest as a .tar.gz; returns its bytes. Meanwhile nobody deletes or replaces the cache.
 
     Raises:
         CacheRefused: it has no manifest, its files are not those of its manifest, or the archive cannot be written.
     """
+    try:
+        with shared(folder):
+            return _pack(folder, archive)
+    except FileNotFoundError:
+        raise CacheRefused(_unfilled(folder)) from None
+
+
+def _pack(folder: Path, archive: Path) -> int:
     manifest = read_manifest(folder)
     if manifest is None:
-        raise CacheRefused(f"{without_manifest(folder)}; `draftsmith compile warm CONFIG` fills it")
+        raise CacheRefused(_unfilled(folder))
     # Files that came after the manifest stay behind.
     problems = [line for line in wrong_files(folder, manifest["files"]) if not line.startswith("unknown")]
     if problems:
@@ -47,7 +58,8 @@ def pack(folder: Path, archive: Path) -> int:
     aside = aside_of(archive)
     try:
         with tarfile.open(aside, "w:gz", compresslevel=3) as tar:
-            for name in (MANIFEST, *sorted(manifest["files"])):
+            _add_manifest(tar, manifest)
+            for name in sorted(manifest["files"]):
                 tar.add(folder / name, arcname=name, recursive=False)
         os.replace(aside, archive)
         return archive.stat().st_size
@@ -56,6 +68,18 @@ def pack(folder: Path, archive: Path) -> int:
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def _unfilled(folder: Path) -> str:
+    return f"{without_manifest(folder)}; `draftsmith compile warm CONFIG` fills it"
+
+
+def _add_manifest(tar: tarfile.TarFile, manifest: dict[str, Any]) -> None:
+    """The one whose files are packed: a run that uses the cache may have written another since."""
+    content = (json.dumps(manifest, indent=1) + "\n").encode()
+    member = tarfile.TarInfo(MANIFEST)
+    member.size, member.mtime = len(content), int(time.time())
+    tar.addfile(member, io.BytesIO(content))
 
 
 def unpack(archive: Path, place: Path, machine: dict[str, Any], needs: Mapping[str, float | None]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -30,7 +29,18 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from draftsmith.compiled.cache_lock import CacheRefused, InUse, exclusively, is_ours, is_room, remove, room, share
+from draftsmith.compiled.aside import write_aside
+from draftsmith.compiled.cache_lock import (
+    CacheRefused,
+    InUse,
+    cache_around,
+    exclusively,
+    is_ours,
+    is_room,
+    remove,
+    room,
+    share,
+)
 from draftsmith.compiled.machine import differences
 
 MANIFEST = "manifest.json"
@@ -42,7 +52,7 @@ _KINDS = {
 }
 
 
-_TRITON_ASIDE = "tmp.pid_"  # in a folder of such a name Triton writes what it then renames
+_TRITON_ASIDE = "tmp."  # so begins a folder in which Triton, or Inductor for it, writes what it then renames
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)  # a folder that is not empty stands where another is to be renamed to
 
 _used: str | None = None  # the folder that `use` chose last: a later run of this process may choose another
@@ -105,12 +115,10 @@ class Coverage:
 
 
 def root_folder() -> Path:
-    """Where Draftsmith's own caches live."""
+    """Where Draftsmith's own caches live; absolute, as torch makes the folder that it is given."""
     given = os.environ.get("DRAFTSMITH_CACHE_DIR")
-    if given:
-        return Path(given)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "draftsmith" / "compiled"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.path.abspath(given or Path(home) / "draftsmith" / "compiled"))
 
 
 def inductor_folder() -> Path:
@@ -159,21 +167,41 @@ def use(folder: Path) -> bool:
     """Point Inductor of this process at a folder, unless the environment names one already; whether it was done.
 
     From then on until this process ends, others neither delete nor replace the folder; warns where it cannot be locked.
+    Folders that the environment names are held the same way if they lie in a cache of ours. Others need no lock:
+    nothing here deletes or replaces them.
 
     Raises:
         OSError: the folder cannot be made.
     """
     global _used
-    if not may_choose():
-        return False
+    chosen = may_choose()
+    if chosen:
+        _hold(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _used = str(folder)
+    for own in filter(None, map(own_cache_of, named_folders())):
+        if own not in {held.resolve() for held in _shared}:
+            _hold(own)
+    return chosen
+
+
+def _hold(folder: Path) -> None:
     lock = share(folder)
     before = _shared.pop(folder, None)  # of a folder of that name which somebody may have deleted by hand
     if before is not None:
         os.close(before)
     if lock is not None:
         _shared[folder] = lock
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _used = str(folder)
-    return True
+
+
+def named_folders() -> list[Path]:
+    """Where the environment has Inductor and Triton keep what they compile."""
+    given = (os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    return [Path(folder) for folder in given if folder]
+
+
+def own_cache_of(folder: Path) -> Path | None:
+    """The cache of ours that a folder is, or lies in; None if it is elsewhere, or in the room of a process."""
+    return cache_around(folder.resolve(), root_folder().resolve())
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -206,12 +234,7 @@ def write_manifest(folder: Path, machine: dict[str, Any], uses: Iterable[Use]) -
         "uses": [asdict(use) for use in uses],
         "files": checksums,
     }
-    aside = aside_of(folder / MANIFEST)
-    try:
-        aside.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-        os.replace(aside, folder / MANIFEST)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_aside(folder / MANIFEST, json.dumps(content, indent=1, default=str) + "\n")
     return content
 
 
@@ -241,6 +264,8 @@ def verify(folder: Path, machine: dict[str, Any]) -> list[str]:
 def without_manifest(folder: Path) -> str:
     if (folder / MANIFEST).exists():
         return f"{folder} has a manifest that is damaged: nobody can say what made it"
+    if not folder.exists():
+        return f"{folder} is not there: every config, machine and version of the sources has a cache of its own"
     return f"{folder} has no manifest: nobody can say what made it"
 
 
@@ -437,8 +462,3 @@ def _checksum(file: Path) -> str:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def aside_of(file: Path) -> Path:
-    """Where a file is written before it is renamed, beside its place."""
-    return file.with_name(f".{file.name}-{secrets.token_hex(4)}")

@@ -46,6 +46,14 @@ def is_room(item: Path) -> bool:
     return is_ours(item) and _ROOM.fullmatch(item.name) is not None
 
 
+def cache_around(folder: Path, root: Path) -> Path | None:
+    """The cache in the root that a folder is, or lies in, whether it is there or not; both paths resolved."""
+    for place in (folder, *folder.parents):
+        if place.parent == root and _CACHE.fullmatch(place.name):
+            return place
+    return None
+
+
 @contextlib.contextmanager
 def room(root: Path, kind: str) -> Iterator[Path]:
     """A new folder for what this process makes; deleted at the end, with all that was not renamed out of it.
@@ -99,6 +107,27 @@ def share(folder: Path) -> int | None:
         except OSError as error:
             _warn_unlocked(folder, error)
             return None
+
+
+@contextlib.contextmanager
+def shared(folder: Path) -> Iterator[None]:
+    """Keep others from deleting or replacing a folder; where it cannot be locked, after a warning, do without.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    try:
+        descriptor = _lock(folder, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        _warn_unlocked(folder, error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

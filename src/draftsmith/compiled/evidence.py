@@ -129,19 +129,28 @@ class Evidence:
         _torch.prepare_profiler(bool(self._cuda_devices()))
 
     def begin(self) -> None:
-        """Start watching; everything until `end` belongs to the step."""
+        """Start watching; everything until `end` belongs to the step.
+
+        Raises:
+            RuntimeError: torch's, where its profiler cannot start; nothing is watched then.
+        """
         assert self._recorder is None, "an evidence step inside another"
         devices = self._cuda_devices()
         for device in devices:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._before[device] = torch.cuda.memory_allocated(device)
+        recorder = _torch.Recorder(cuda=bool(devices))
+        recorder.start()
+        self._recorder = recorder
         self.gate.watch(True)
-        self._recorder = _torch.Recorder(cuda=bool(devices))
-        self._recorder.start()
 
     def end(self, step: int) -> Verdict:
-        """Stop watching and judge; runs the oracles."""
+        """Stop watching and judge; runs the oracles, then writes the ledger.
+
+        Raises:
+            OSError: the ledger has a path and cannot be written.
+        """
         assert self._recorder is not None, "no evidence step has begun"
         recorder, self._recorder = self._recorder, None
         peaks = {}
@@ -149,9 +158,10 @@ class Evidence:
             torch.cuda.synchronize(device)
             peaks[device] = torch.cuda.max_memory_allocated(device) - self._before[device]
         began = time.perf_counter()
-        spans = recorder.stop()
-        self.gate.watch(False)
-        trace = Trace(spans)
+        try:
+            trace = Trace(recorder.stop())
+        finally:
+            self.gate.watch(False)
         seen, problems = [], []
         for expected in self.expected:
             found = self._look(trace, expected, peaks)

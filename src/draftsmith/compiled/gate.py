@@ -178,10 +178,11 @@ class Gate:
 
     def _hand_on(self, hold: Hold) -> None:
         """Lets what the autograd thread runs for this thread find the hold, until it is left."""
-        if not self._free:
+        try:
+            hold.place = self._free.pop()
+        except IndexError:
             self.leave()
-            raise GateError(f"more than {_torch.PLACES} threads inside the gate at once")
-        hold.place = self._free.pop()
+            raise GateError(f"more than {_torch.PLACES} threads inside the gate at once") from None
         self._handed[hold.place] = hold
         _torch.inherit(self._key, hold.place)
 

@@ -13,7 +13,6 @@ With the backward compiled together with its forward (as regions do), tracing is
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.compiled import _torch
+from draftsmith.compiled.aside import write_aside
 from draftsmith.compiled.gate import Compile, Gate
 from draftsmith.compiled.region import Region
 
@@ -78,8 +78,14 @@ class Ledger:
     _made: dict[int, list[Entry]] = field(default_factory=dict, repr=False)  # by place in gate.compiles
 
     def watch(self, regions: Iterable[Region]) -> None:
-        """Name the regions whose compiles belong in here; eager ones get an entry at once."""
-        self.regions.update((region.name, region) for region in regions)
+        """Name the regions whose compiles belong in here; eager ones get an entry at once.
+
+        Raises:
+            ValueError: another region has the same name, so nobody could say which of them a compile belongs to.
+        """
+        for region in regions:
+            if self.regions.setdefault(region.name, region) is not region:
+                raise ValueError(f"two regions are named {region.name!r}: give each a name of its own")
 
     def note(self, entry: Entry) -> None:
         """Add what was compiled without torch.compile, such as a Triton kernel of the caller's own."""
@@ -128,13 +134,15 @@ class Ledger:
         }
 
     def write(self, path: Path | None = None) -> None:
-        """Write `ledger.json`, aside first and then moved into place."""
+        """Write `ledger.json`, aside first and then moved into place; nothing where no path is known.
+
+        Raises:
+            OSError: it cannot be written; what was there stays.
+        """
         path = path or self.path
         if path is None:
             return
-        aside = path.with_name(f".{path.name}.new")
-        aside.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_aside(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False, default=str) + "\n")
 
     def table(self) -> list[str]:
         """For people: a line per entry under a head line; numbers in seconds."""

@@ -163,19 +163,23 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 _Tensor = torch.Tensor
 _grad_enabled, _inference_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_autocast_enabled = torch.is_autocast_enabled
+_autocast_enabled, _autocast_dtype, _strided = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.strided
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a call a different use: shapes, dtypes, devices, requires_grad, plain values, grad and autocast mode.
+    """What makes a call a different use: shapes, strides, dtypes, devices, requires_grad, plain values, grad mode, and
+    autocast with its dtype.
 
     Tensors inside an object that is neither a container nor plain (a BlockMask) are not looked into: it counts by its
     type and `shape`. Dynamo's guards stay the judge; a compile that this misses is reported by the gate.
     """
-    key: list[Any] = [_grad_enabled(), _inference_enabled(), _autocast_enabled()]
+    key: list[Any] = [_grad_enabled(), _inference_enabled()]
+    key.append(_autocast_enabled("cpu") and _autocast_dtype("cpu"))
+    key.append(_autocast_enabled("cuda") and _autocast_dtype("cuda"))
     for value in args:  # the common case without a call
         if type(value) is _Tensor:
-            key.append((value.shape, value.dtype, value.device, value.requires_grad))
+            stride = value.stride() if value.layout is _strided else None
+            key.append((value.shape, stride, value.dtype, value.device, value.requires_grad))
         else:
             key.append(_leaf(value))
     if kwargs:
@@ -185,7 +189,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device, value.requires_grad
+        stride = value.stride() if value.layout is _strided else None
+        return value.shape, stride, value.dtype, value.device, value.requires_grad
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
     if isinstance(value, tuple | list):

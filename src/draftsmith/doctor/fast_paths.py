@@ -24,6 +24,7 @@ from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
 from draftsmith.errors import UserError
+from draftsmith.pipeline.compiling import COMPILER
 from draftsmith.pipeline.plan import read_spec_to_start_from, resolve_attention
 from draftsmith.target import fp8
 from draftsmith.target.geometry import read_geometry
@@ -86,7 +87,7 @@ def _drafter(config: RunConfig) -> Iterator[Finding]:
     way += "" if on_cuda else ", on the CPU by name"
     problem = compiles(torch.device("cuda", 0) if on_cuda else torch.device("cpu")) if compiled else ""
     if problem:
-        mend = "a C++ compiler: apt-get install g++, and unset CXX if it names another" + (
+        mend = f"if it lacks a compiler: {COMPILER}" + (
             "; or compile.enabled=auto, which is eager here"
             if attention == "dense"
             else "; see triton and environment variables"
@@ -150,7 +151,8 @@ def compiles(device: torch.device) -> str:
             verdict = evidence.end(0)
         return "" if verdict.ok else f"{verdict.problems[0]} ({_torch.why_nothing_compiles()})"
     except Exception as error:  # whatever torch raises is the finding
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        first = str(error).splitlines()[0] if str(error) else ""
+        return _torch.why_it_failed(error) or f"{type(error).__name__}: {first}"
     finally:
         gate.close()
 

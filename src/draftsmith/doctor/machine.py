@@ -7,13 +7,14 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from draftsmith.compiled.cache import inductor_folder, root_folder
 from draftsmith.compiled.machine import driver
+from draftsmith.compiled.machine import environment as may_change_compiling
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
 
@@ -38,12 +39,19 @@ _SLOWING = {
     "TORCHDYNAMO_VERBOSE": "writes logs while compiling",
     "NVIDIA_TF32_OVERRIDE": "changes the precision of float32 matmuls",
 }
+_COMPILERS = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TRITON_")
 _OFF = ("", "0", "false", "False", "no")
 
 
 def check(config: RunConfig | None = None) -> list[Finding]:
     """All findings about the machine."""
-    return [*_versions(), *_gpus(config), *_room(config), *_folders(config), *variables(os.environ)]
+    return [
+        *_versions(),
+        *_gpus(config),
+        *_room(config),
+        *_folders(config),
+        *variables(os.environ, may_change_compiling()),
+    ]
 
 
 def _versions() -> Iterator[Finding]:
@@ -84,7 +92,12 @@ def _gpus(config: RunConfig | None) -> Iterator[Finding]:
             yield Finding("gpu", "ok", f"none: dense attention, {way}, on the CPU by name")
         return
     for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # the driver counts it, and CUDA does not start
+            mend = f"a driver for CUDA {torch.version.cuda}, or a restart of the machine: nvidia-smi says which it has"
+            yield Finding("gpu", "bad", f"cuda:{index} cannot be used: {str(error).splitlines()[0]}", mend)
+            return
         major, minor = torch.cuda.get_device_capability(index)
         text = f"cuda:{index} {torch.cuda.get_device_name(index)} sm_{major}{minor}, {free / GIB:.1f} of "
         text = f"{text}{total / GIB:.1f} GiB free"
@@ -151,8 +164,13 @@ def _unwritable(place: Path) -> str:
         return error.strerror or str(error)
 
 
-def variables(environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
-    """Findings about variables that switch compiling off or change it."""
+def variables(environment: os._Environ[str] | dict[str, str], others: Iterable[str] = ()) -> list[Finding]:
+    """Findings about variables that switch compiling off or change it.
+
+    Args:
+        environment: name → value.
+        others: names of which it is only known that they may change what is compiled.
+    """
     findings = []
     for name, effect in _DISABLING.items():
         value = environment.get(name)
@@ -164,6 +182,10 @@ def variables(environment: os._Environ[str] | dict[str, str]) -> list[Finding]:
         off_is_bad = name == "TORCHINDUCTOR_FX_GRAPH_CACHE"
         if value is not None and (value in _OFF) == off_is_bad:
             findings.append(Finding("environment variables", "warn", f"{name}={value}: {effect}", f"unset {name}"))
+    for name in others:
+        if name.startswith(_COMPILERS) and name not in _DISABLING and name not in _SLOWING:
+            text = f"{name}={environment[name]}: may change what is compiled"
+            findings.append(Finding("environment variables", "warn", text, f"unset {name}"))
     return findings or [Finding("environment variables", "ok", "none that changes compiling")]
 
 

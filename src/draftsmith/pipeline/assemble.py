@@ -135,7 +135,7 @@ def make_workers(
         made_up_drafts(plan),
         first_update,
         log.path.with_name("ledger.json" if sequence.rank == 0 else f"ledger-rank-{sequence.rank}.json"),
-        [TargetLayers(plan, target, gate) for target in dict.fromkeys(targets)],
+        [TargetLayers(plan, target, gate, index) for index, target in enumerate(dict.fromkeys(targets))],
         progress.ranks.first_of_machine(),
     )
     for update in exchange.updates:

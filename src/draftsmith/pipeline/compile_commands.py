@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from draftsmith.pipeline.compiling import (
     cache_folder,
     cache_refusals,
     check_cache,
+    check_compiler,
     explained,
     machine_facts,
     needs,
+    use_cache,
     uses,
 )
 from draftsmith.pipeline.lowering import lower_target
@@ -74,9 +77,12 @@ def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]
                 where="compile",
                 fix="compile.enabled=on compiles it on the CPU too",
             )
+        check_compiler(plan)
         check_cache(plan)
-        cache.use(cache_folder(plan))  # as training does
+        elsewhere = use_cache(plan)  # as training does
         with EventLog(Path(scratch) / "events.jsonl", [listener] if listener else []) as log:
+            if elsewhere:
+                log.write("notice", text=elsewhere)
             return _prove(plan, log)
 
 
@@ -90,7 +96,7 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
         shallow = [shallow_target(plan.config.target, device, plan.target_dtype) for device in devices]
         for target in shallow:
             lower_target(plan, target, compare=False)
-        targets = [TargetLayers(plan, target, gate) for target in shallow]
+        targets = [TargetLayers(plan, target, gate, index) for index, target in enumerate(shallow)]
         compiling = Compiling(plan, gate, replicas, Alone(), log, made_up_drafts(plan), targets=targets)
         began = time.perf_counter()
         _in_threads([compiling.warm_targets])
@@ -138,6 +144,7 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
         plan = make_plan(short)
         if not plan.compiled:
             raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
+        check_compiler(plan)
         place = cache_folder(plan)
         if not again and _is_full(plan, place):
             return {"filled": False, **_state(plan, place), "verified": True}
@@ -288,8 +295,11 @@ def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, 
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": temporary}
     environment.pop("TRITON_CACHE_DIR", None)
     command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result), str(os.getpid())]
+    # In a thread, where no signal raises: a process that has been started is known here, whatever comes meanwhile.
+    starter = ThreadPoolExecutor(1)
     # A session of its own, so that its compiling processes can be ended with it.
-    process = subprocess.Popen(
+    started = starter.submit(
+        subprocess.Popen,
         command,
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -298,12 +308,16 @@ def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, 
         start_new_session=True,
     )
     try:
+        process = started.result()
         _, errors = process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if started.exception() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.result().pid, signal.SIGKILL)
+            started.result().wait()
         raise
+    finally:
+        starter.shutdown(wait=False)
     if process.returncode or not result.exists():
         raise UserError(f"a process {_ended(process.returncode)}: {_error_line(errors)}", where="compile warm")
     content: Mapping[str, Any] = json.loads(result.read_text(encoding="utf-8"))

@@ -62,6 +62,7 @@ FLASH_KERNEL = r"flash"
 PACKED_KINDS = {FULL, SLIDING}
 FP8_SLACK = 2  # a bf16 rounding that differs can move a value to the next fp8 number
 SOURCES = Path(draftsmith.__file__).parent
+COMPILER = "apt-get install g++, and unset CXX if it names another"
 ELSEWHERE = "set DRAFTSMITH_CACHE_DIR to a folder that you may write"
 PACKAGES = ("blocks", "drafter", "objective", "target", "training")  # what they hold decides what is compiled
 
@@ -77,9 +78,15 @@ class TargetLayers:
 
     Where documents run one by one, shapes change from row to row and the layers stay eager, by name; so do layers that
     came quantised and such with state, whose kernels are no part of a graph.
+
+    Args:
+        plan: of the run.
+        target: whose layers they are.
+        gate: that they compile through.
+        index: among the run's targets, each counted once, whatever the number of workers that share it.
     """
 
-    def __init__(self, plan: Plan, target: Target, gate: Gate) -> None:
+    def __init__(self, plan: Plan, target: Target, gate: Gate, index: int = 0) -> None:
         self.plan, self.target = plan, target
         why = "as configured"
         if target.packing == "separate":
@@ -91,8 +98,6 @@ class TargetLayers:
         enabled = plan.compiled and plan.config.compile.target and why == "as configured"
         if not plan.compiled:
             why = f"{plan.attention} attention on {target.device.type}, by name"
-        # one region for each device, whatever the number of workers that share the target there
-        index = list(dict.fromkeys(plan.topology.targets)).index(_numbered(target.device))
         self.region = Region(
             f"target {index}", run_layer, gate=gate, enabled=enabled, device=target.device, why_eager=why
         )
@@ -149,10 +154,6 @@ class TargetLayers:
         return Expected(self.region, kernels=kernels, softmax=True, oracle=self.differs_from_eager)
 
 
-def _numbered(device: torch.device) -> torch.device:
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
-
-
 class Compiling:
     """Warm-up, ledger and evidence of one run.
 
@@ -186,7 +187,7 @@ class Compiling:
         self.plan, self.gate, self.replicas, self.exchange, self.log = plan, gate, replicas, exchange, log
         self.devices = plan.topology.drafters
         self.draft, self.first_update = draft, first_update
-        self.ledger = Ledger(gate, machine_facts(), path=ledger)
+        self.ledger, self._path = Ledger(gate, machine_facts()), ledger
         self.targets = [each for each in targets if each.region.enabled]
         self.warm = WarmUp(gate, self.ledger, [str(device) for device in plan.topology.drafters], self._tell)
         self.ledger.watch(each.region for each in targets)
@@ -292,7 +293,7 @@ class Compiling:
 
     def close(self) -> None:
         """Write the ledger as it stands at the end."""
-        self.ledger.write()
+        self._write()
 
     def _due(self, update: int) -> bool:
         every = self.plan.config.compile.evidence_every
@@ -310,6 +311,7 @@ class Compiling:
         """
         assert self.evidence is not None
         verdict = self.evidence.end(step)
+        self._write()
         self.log.write("evidence", step=step, ok=verdict.ok, text=verdict.line(), problems=verdict.problems)
         if not verdict.ok and self.plan.config.compile.evidence == "error":
             raise UserError(
@@ -322,8 +324,14 @@ class Compiling:
     def _tell(self, text: str, figures: dict[str, Any]) -> None:
         self.log.write("warmup", text=text, **figures)
 
+    def _write(self) -> None:
+        try:
+            self.ledger.write(self._path)
+        except OSError as error:  # the run is worth more than its ledger
+            self.log.write("notice", text=f"the ledger cannot be written: {error}")
+
     def _show(self) -> None:
-        self.ledger.write()
+        self._write()
         self.log.write("ledger", lines=self.ledger.table())
 
 
@@ -413,6 +421,32 @@ def check_cache(plan: Plan) -> None:
             cache.make_writable(folder.parent)
 
 
+def check_compiler(plan: Plan) -> None:
+    """Whether torch finds the compiler without which nothing of this plan runs compiled on the CPU.
+
+    Raises:
+        UserError: it does not.
+    """
+    devices = [*plan.topology.drafters, *(plan.topology.targets if plan.config.compile.target else ())]
+    if plan.compiled and any(device.type == "cpu" for device in devices):
+        why = _torch.lacks_compiler()
+        if why:
+            raise UserError(f"torch cannot compile on this machine: {why}", where="compile", fix=COMPILER)
+
+
+def use_cache(plan: Plan) -> str:
+    """Have torch keep what it compiles in Draftsmith's own cache for this plan, and load it from there.
+
+    Returns:
+        What to tell where the environment names another folder; else "".
+    """
+    if cache.use(cache_folder(plan)):
+        return ""
+    named = cache.inductor_folder()
+    how = "" if cache.own_cache_of(named) else ", which has no lock and which no command of Draftsmith changes"
+    return f"TORCHINDUCTOR_CACHE_DIR names the compile cache: {named}{how}"
+
+
 @contextlib.contextmanager
 def cache_refusals(fix: str = "") -> Iterator[None]:
     """Turns what Draftsmith's caches refuse, or a place of them that cannot be read or written, into the user's error.
@@ -462,5 +496,5 @@ def explained() -> Iterator[None]:
         raise UserError(
             f"torch cannot compile on this machine: {cause}",
             where="warm-up",
-            fix="CXX names the C++ compiler; draftsmith doctor CONFIG looks for what compiling needs",
+            fix=f"if a compiler is missing: {COMPILER}; draftsmith doctor CONFIG looks for what compiling needs",
         ) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,8 @@ from typing import Any
 
 import draftsmith
 from draftsmith.compiled.machine import harmless_environment, source_hash
+from draftsmith.errors import UserError
+from draftsmith.observe.aside import asides, written_aside
 from draftsmith.pipeline.compiling import machine_facts
 
 SOURCES = Path(draftsmith.__file__).parent
@@ -31,6 +34,21 @@ def environment_record() -> dict[str, Any]:
         "machine": {**machine, "environment": {**harmless_environment(), **machine["environment"]}},
         "packages": packages(),
     }
+
+
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file of a run, whole or not at all; what another process that was killed left of it goes.
+
+    Raises:
+        UserError: it cannot be written; what was there stays.
+    """
+    try:
+        for left in asides(path):  # this process holds the folder
+            left.unlink(missing_ok=True)
+        with written_aside(path) as file:
+            file.write(json.dumps(content, indent=1, default=str) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
 
 
 def packages() -> dict[str, str]:

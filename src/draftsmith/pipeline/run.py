@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.compiled import Gate, cache
+from draftsmith.compiled import Gate
 from draftsmith.config import RunConfig
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Event, EventLog
@@ -25,8 +25,8 @@ from draftsmith.observe.notice import Noticer, environment_changes, find_earlier
 from draftsmith.observe.run_folder import holds_run
 from draftsmith.pipeline.assemble import load_targets, make_replicas, make_workers
 from draftsmith.pipeline.balance import balance_of
-from draftsmith.pipeline.compiling import cache_folder
-from draftsmith.pipeline.environment import environment_record
+from draftsmith.pipeline.compiling import use_cache
+from draftsmith.pipeline.environment import environment_record, write_record
 from draftsmith.pipeline.held_out import HeldOut
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.measure import settle
@@ -192,10 +192,8 @@ def _train(plan: Plan, setting: _Setting, resume: bool) -> TrainResult:
     ranks.agree(must_agree(plan))
     log.write("plan", lines=plan.lines())
     if ranks.writes:
-        record = json.dumps(environment_record(), indent=1, default=str) + "\n"
-        (folder / "environment.json").write_text(record, encoding="utf-8")
-        facts = json.dumps(plan.to_json(), indent=2, default=str) + "\n"
-        (folder / "resolved.json").write_text(facts, encoding="utf-8")
+        write_record(folder / "environment.json", environment_record())
+        write_record(folder / "resolved.json", plan.to_json())
         if plan.corpus.report.incidents:
             plan.corpus.report.incidents.write(folder / "data-incidents.jsonl")
     for notice in plan.notices:
@@ -234,7 +232,9 @@ def _load_and_run(
     for remark in targets[0].remarks:
         log.write("notice", text=remark)
     if plan.compiled:
-        cache.use(cache_folder(plan))
+        elsewhere = use_cache(plan)
+        if elsewhere:
+            log.write("notice", text=elsewhere)
     gate = Gate()
     try:
         return _run(plan, setting, gate, targets, checkpoint)

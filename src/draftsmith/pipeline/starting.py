@@ -18,7 +18,7 @@ from draftsmith.observe.events import Event, EventLog
 from draftsmith.observe.run_folder import check_run_folder, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
 from draftsmith.observe.tracking import find_tracker, trackers
-from draftsmith.pipeline.compiling import check_cache
+from draftsmith.pipeline.compiling import check_cache, check_compiler
 from draftsmith.pipeline.held_out import check_decoding
 from draftsmith.pipeline.plan import Plan
 from draftsmith.pipeline.ranks import Ranks
@@ -47,8 +47,8 @@ def check_start(plan: Plan) -> None:
     """What a run would refuse between its plan and its first row, as far as no weights are needed to find it.
 
     Raises:
-        UserError: trackers that are not there, features that are not this run's, nothing to decode, no place for what
-            is compiled.
+        UserError: trackers that are not there, features that are not this run's, nothing to decode, no compiler
+            or no place for what is compiled.
     """
     config = plan.config
     for name in config.training.trackers:
@@ -57,6 +57,7 @@ def check_start(plan: Plan) -> None:
         folder, tokenizer = Path(config.target.features), load_tokenizer(config.target)
         check_features(folder, config, plan.geometry, tokenizer, tuple(plan.spec.taps))
     check_decoding(plan)
+    check_compiler(plan)
     check_cache(plan)
 
 
