@@ -305,7 +305,7 @@ def test_check_notes_what_costs_quality(tiny_target: Path, tmp_path: Path, capsy
     assert code == 0
     notes = " ".join(found["notes"])
     for part in (
-        "occur more than once",
+        "repeat an earlier one",
         "most drafts are padding",
         "answers are short for blocks of 64",
         "33.3% of the answers think",
@@ -320,6 +320,26 @@ def test_check_notes_what_costs_quality(tiny_target: Path, tmp_path: Path, capsy
     template.write_text("{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}")
     found = run_json(capsys, "data", "check", str(config), *overrides, "--no-score")[1]
     assert any("the template ends answers with no token, so no end is taught" in note for note in found["notes"])
+
+
+def test_thoughts_and_tools_that_the_template_does_not_write_are_named(
+    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [
+        {"role": "assistant", "content": text, "reasoning": "hm"}
+        for text in ("a quick brown dog", "the lazy dog jumps", "over the fox again")
+    ]
+    tools = [{"type": "function", "function": {"name": "jump", "parameters": {"type": "object", "properties": {}}}}]
+    chats = [{"messages": [{"role": "user", "content": "the fox"}, answer]} for answer in answers]
+    lines = [json.dumps(chat | ({"tools": tools} if number else {})) for number, chat in enumerate(chats)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(lines))
+    config = write_config(tmp_path / "run.yaml", tiny_target, data)
+    found = run_json(capsys, "data", "check", str(config), "--no-score")[1]
+    wanted = "3 answers have a thought in 'reasoning_content', which the chat template does not write"
+    assert any(note.startswith(wanted) for note in found["notes"])
+    wanted = "2 conversations bring tools, which the chat template does not write"
+    assert any(note.startswith(wanted) for note in found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ def test_nothing_and_what_cannot_be_packed() -> None:
 
 def test_a_hundred_thousand_documents_pack_fast_and_tight() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5.5, 1.0, 100_000).astype(np.int64) + 2, 4096)
-    start = time.perf_counter()
+    start = time.thread_time()
     rows = pack(lengths, 4096, 0)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5  # looking at every row for every document would take more than twenty
     assert 1 - lengths.sum() / (len(rows) * 4096) < 0.001
 
 

@@ -220,6 +220,43 @@ def test_arguments_of_calls_come_in_the_form_that_the_template_wants() -> None:
         assert taught_text(tokenizer, document) == ['add {"a": 1, "b": "é"}<|im_end|>']
 
 
+@pytest.mark.parametrize("content", [None, "", "I call it."])
+def test_an_answer_whose_call_the_template_leaves_out_is_not_taught(content: str | None) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Add"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two"},
+    ]
+    tokenizer = build_tokenizer(CHATML)
+    result = tokenise(Conversation("a:1", messages=messages), tokenizer)
+    assert result.untaught == ((reasons.CALL_LEFT_OUT, "assistant turn 1"),)
+    assert [taught_text(tokenizer, document) for document in result.documents] == [["Two<|im_end|>"]]
+
+
+def test_a_call_that_stands_in_the_text_as_well_is_taught_from_there() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+    tokenizer = build_tokenizer(CHATML)
+    result = tokenise(Conversation("a:1", messages=[{"role": "user", "content": "Add"}, answer]), tokenizer)
+    assert [taught_text(tokenizer, document) for document in result.documents] == [[f"{text}<|im_end|>"]]
+
+
+def test_whether_a_template_writes_tools() -> None:
+    knows = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHATML
+    assert Tokeniser(build_tokenizer(knows)).writes_tools()
+    assert not Tokeniser(build_tokenizer(CHATML)).writes_tools()
+
+
+def test_whether_a_template_writes_thoughts() -> None:
+    knows = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    assert Tokeniser(build_tokenizer(knows)).writes_thought("reasoning_content")
+    assert not Tokeniser(build_tokenizer(knows)).writes_thought("thinking")
+    assert not Tokeniser(build_tokenizer(CHATML)).writes_thought("reasoning_content")
+
+
 def test_a_prompt_that_the_answer_does_not_continue_is_refused() -> None:
     result = tokenise(chat("One?", "Yes", "Two?", "<think>\nhm</think>No"), build_tokenizer(OPENS_THOUGHT))
     # The first turn cannot be exact; the second has the thought that the prompt opens.

@@ -46,6 +46,7 @@ _WORDS = {
     "Turkish": "bir ve bu için ile çok olarak daha gibi de da ne olan kadar var değil sonra ama en ya",
     "Indonesian": "yang dan untuk dengan tidak dari ini dalam adalah pada itu akan juga atau bisa anda ke saya",
 }
+THOUGHT_FIELDS = ("reasoning_content", "thinking")  # as templates call it
 _BY_WORD: dict[str, list[str]] = {}
 for _language, _words in _WORDS.items():
     for _word in _words.split():
@@ -60,18 +61,22 @@ class Survey:
         conversations: looked at.
         answers: assistant turns of chats.
         thinking: of those, with a thought (a field for it, or a closing </think> in the text).
-        calls: of those, that call a tool.
+        thought_fields: how many answers have a thought in the field of this name.
+        calls: of the answers, that call a tool.
         turns: how many conversations have so many assistant turns.
         with_system: conversations that bring a system turn.
+        with_tools: conversations that bring tools.
         languages: guesses for a sample of the conversations.
     """
 
     conversations: int = 0
     answers: int = 0
     thinking: int = 0
+    thought_fields: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     turns: Counter[int] = field(default_factory=Counter)
     with_system: int = 0
+    with_tools: int = 0
     languages: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
@@ -111,9 +116,11 @@ def survey(conversations: Iterable[Conversation], every: int = 1) -> Survey:
         answers = [message for message in messages if message["role"] == "assistant"]
         found.answers += len(answers)
         found.thinking += sum(map(_thinks, answers))
+        found.thought_fields.update(key for key in THOUGHT_FIELDS for message in answers if message.get(key))
         found.calls += sum(bool(message.get("tool_calls")) for message in answers)
         found.turns[len(answers)] += 1
         found.with_system += any(message["role"] in ("system", "developer") for message in messages)
+        found.with_tools += bool(conversation.tools)
         if number % every == 0:
             found.languages[guess_language(_words_of(conversation))] += 1
     return found
@@ -139,7 +146,7 @@ def guess_language(text: str) -> str:
 
 
 def _thinks(message: dict[str, Any]) -> bool:
-    if message.get("reasoning_content") or message.get("thinking"):
+    if any(message.get(key) for key in THOUGHT_FIELDS):
         return True
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content or []]

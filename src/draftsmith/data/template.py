@@ -148,6 +148,14 @@ class Tokeniser:
         """The token that ends an answer, once a conversation has been seen; None if the template writes none."""
         return self._turns.stop_token
 
+    def writes_thought(self, key: str) -> bool:
+        """See `TurnRenderer.writes_thought`."""
+        return self._turns.writes_thought(key)
+
+    def writes_tools(self) -> bool:
+        """See `TurnRenderer.writes_tools`."""
+        return self._turns.writes_tools()
+
     def generation_prompt(self) -> str | None:
         """See `TurnRenderer.generation_prompt`."""
         return self._turns.generation_prompt()

@@ -22,7 +22,10 @@ O = P_i behind H what the prompt opens (a thought, mostly), and c the recorded c
 
 Anything else is refused: a model that is told to think has not said what such data says.
 
-Cost: two renderings per assistant turn; marker renderings once per template, and again only where an answer is hidden.
+An answer whose tool call the template does not write is refused: it would teach to say nothing in the call's place.
+
+Cost: two renderings per assistant turn, three if it calls a tool; marker renderings once per template, and again only
+where an answer is hidden.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from draftsmith.data.problems import (
+    CALL_LEFT_OUT,
     NO_END,
     NOT_A_CONTINUATION,
     NOT_UNICODE,
@@ -126,6 +130,34 @@ class TurnRenderer:
             return None
         return behind if found else None
 
+    def writes_thought(self, key: str) -> bool:
+        """Whether the template writes what stands under `key` of an answer, such as "reasoning_content".
+
+        Raises:
+            UserError: there is no chat template, or it is not valid Jinja.
+        """
+        self._prepare()
+        asked = self._in_form({"role": "user", "content": "?"})
+        answer = {**self._in_form({"role": "assistant", "content": "!"}), key: _MARKER}
+        try:
+            return _MARKER in self._render([asked, answer], None, generation=False)
+        except Exception:  # needs more than the bare messages: nobody can tell
+            return True
+
+    def writes_tools(self) -> bool:
+        """Whether the template writes the tools that a conversation brings.
+
+        Raises:
+            UserError: there is no chat template, or it is not valid Jinja.
+        """
+        self._prepare()
+        asked = self._in_form({"role": "user", "content": "?"})
+        function = {"name": _MARKER, "description": _MARKER, "parameters": {"type": "object", "properties": {}}}
+        try:
+            return _MARKER in self._render([asked], [{"type": "function", "function": function}], generation=True)
+        except Exception:  # needs more than that: nobody can tell
+            return True
+
     def turns(
         self, messages: list[dict[str, Any]], tools: Any, unweighted: Collection[int] = ()
     ) -> list[Turn | Problem]:
@@ -159,8 +191,11 @@ class TurnRenderer:
             through = self._render(messages, tools, generation=False)
             closing = self._find_closing(messages, tools, through)
             answer = self._find_answer(messages, tools, prompt, through, closing)
+            call_left_out = self._leaves_call_out(messages, tools, through)
         except Exception as error:  # a template is a program that somebody else wrote: anything may come out of it
             return Problem(TEMPLATE_FAILS, f"{turn}: {type(error).__name__}: {error}")
+        if call_left_out:
+            return Problem(CALL_LEFT_OUT, turn)
         if answer is None:
             return Problem(NOT_A_CONTINUATION, turn)
         if closing is None:
@@ -171,6 +206,21 @@ class TurnRenderer:
         if not is_unicode(through):
             return Problem(NOT_UNICODE, turn)
         return Turn(number, prompt, through, closing.stop_id)
+
+    def _leaves_call_out(self, messages: list[dict[str, Any]], tools: Any, through: str) -> bool:
+        """Whether the conversation reads the same if the answer that it ends with called no tool, though its text does
+        not call one either: data that keeps a call twice names the tool there."""
+        calls = messages[-1].get("tool_calls")
+        if not calls:
+            return False
+        text = str(messages[-1].get("content") or "")
+        if all(str(call.get("function", call).get("name")) in text for call in calls):
+            return False
+        answer = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
+        try:
+            return through == self._render([*messages[:-1], answer], tools, generation=False)
+        except Exception:  # an answer without text is nothing to this template, so the call is something
+            return False
 
     def _find_answer(
         self, messages: list[dict[str, Any]], tools: Any, prompt: str, through: str, closing: _Closing | None

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from draftsmith.data.preview import RowPicture, picture_row
 from draftsmith.data.problems import NOT_A_CONTINUATION
 from draftsmith.data.report import REFUSED, TRUNCATED, DataReport
 from draftsmith.data.survey import Survey, survey
+from draftsmith.data.template import Tokeniser
 from draftsmith.decode.score import Score, score_rows
 from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
 from draftsmith.errors import UserError
@@ -136,7 +136,7 @@ def check_data(
     block_size = start.block_size if start else config.drafter.block_size
     try:
         corpus = _corpus(config, tokenizer, block_size, lambda done: progress("conversation", done))
-        _describe_template(check, config, tokenizer)
+        tokeniser = _describe_template(check, config, tokenizer)
     except UserError as error:
         check.failures.append(str(error))
         if isinstance(error, NothingUsable) and incidents is not None:
@@ -147,6 +147,16 @@ def check_data(
         report.incidents.write(incidents)
     every = max(1, report.conversations // GUESSES)
     check.survey = survey(read_conversations((*config.data.train, *config.data.held_out)), every)
+    check.notes += [
+        f"{count:,} answers have a thought in {key!r}, which the chat template does not write: it is not taught"
+        for key, count in check.survey.thought_fields.items()
+        if not tokeniser.writes_thought(key)
+    ]
+    if check.survey.with_tools and not tokeniser.writes_tools():
+        check.notes.append(
+            f"{check.survey.with_tools:,} conversations bring tools, which the chat template does not write: their "
+            "answers are taught as if there were none"
+        )
     if report.max_token_id >= geometry.vocab_rows:
         check.failures.append(
             f"the data holds token {report.max_token_id}, the target has {geometry.vocab_rows} embedding rows: "
@@ -162,7 +172,7 @@ def check_data(
     check.notes += beyond_positions(config.rows.length, report, geometry)
     _judge_report(check, config, report, block_size)
     if load is not None and not check.failures:
-        rows = (corpus.train.row(number) for number in islice(count(), corpus.train.rows_per_epoch))
+        rows = map(corpus.train.row, range(corpus.train.rows_per_epoch))
         check.score = score_rows(load(), rows, sample_tokens, lambda done: progress("token", done))
         _judge_score(check)
     return check
@@ -188,7 +198,7 @@ def _judge_report(check: DataCheck, config: RunConfig, report: DataReport, block
             "turn, the target's generation_config.json must name that token (eos_token_id)"
         )
     if report.duplicates > MANY_DUPLICATES * report.used:
-        check.notes.append(f"{report.duplicates / report.used:.1%} of the conversations occur more than once")
+        check.notes.append(f"{report.duplicates / report.used:.1%} of the conversations repeat an earlier one")
     if counts.get(TRUNCATED, 0) > MANY_TRUNCATED * report.used:
         check.notes.append(f"{counts[TRUNCATED] / report.used:.1%} are cut off: raise rows.length if memory allows")
     train = report.train
@@ -227,13 +237,13 @@ def _judge_score(check: DataCheck) -> None:
         check.notes.append("the target would say most of this otherwise: draftsmith data regenerate lets it answer")
 
 
-def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> None:
+def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> Tokeniser:
     tokeniser = make_tokeniser(config.data, tokenizer, read_stop_ids(config.target, tokenizer))
     own = getattr(tokenizer, "chat_template", None)
     used = tokeniser.template or own
     if not used:
         check.template = "no chat template: only plain text can be learnt"
-        return
+        return tokeniser
     check.template_is_tokenizers = own is not None and fingerprint_text(used) == fingerprint_text(own)
     name = config.data.chat_template or "the tokenizer's own"
     check.template = f"chat template: {name}, fingerprint {fingerprint_text(used)}"
@@ -242,6 +252,7 @@ def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> N
         check.template += f"; the tokenizer's own: {own_print}"
         check.notes.append("the chat template is not the tokenizer's: the server must be given this file too")
     check.feeds = tokeniser.generation_prompt()
+    return tokeniser
 
 
 def fingerprint_text(text: Any) -> str:
