@@ -21,6 +21,11 @@ from draftsmith.bench.random_data import WORDS
 from draftsmith.bench.random_target import chat_tokenizer, write_random_target
 from draftsmith.config import RunConfig, parse_config
 
+# What is printed is compared, in this process and in those that tests start: whatever terminal the tests run in.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+os.environ["TERM"] = "xterm"
+
 
 def sentence(generator: random.Random, words: int) -> str:
     """Words at random, in a text that a tiny tokenizer cuts into few tokens."""

@@ -51,6 +51,11 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, without what follows in further lines; its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def at_home(path: str) -> str:
     """A path with a leading `~` or `~user` put in full: what stands in a config was seen by no shell.
 

@@ -21,6 +21,7 @@ from draftsmith.bench.target import target_flops
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.pipeline import topology as topology_module
+from draftsmith.pipeline.clock import KINDS
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,8 @@ def test_workers_share_one_device_and_the_prediction_stands_beside_the_figure() 
     assert result["shape"]["targets"] == ["cpu", "cpu"]
     assert result["workers"].keys() == {"prefetch 0", "prefetch 1", "target 0", "target 1", "drafter 0", "drafter 1"}
     for drafter in ("drafter 0", "drafter 1"):  # the others are done before the last update
-        assert 0.7 <= sum(result["workers"][drafter].values()) <= 1.3
+        assert result["workers"][drafter].keys() == set(KINDS)
+        assert result["workers"][drafter]["busy"] > 0
     text = "\n".join(lines_of(result))
     assert "in sequence" in text
     assert "of all devices' matmul ceiling" in text
@@ -92,9 +94,12 @@ def test_gaps_are_those_between_ends_and_a_slower_run_is_a_regression(tmp_path: 
     def result(seconds: float) -> dict[str, Any]:
         ends = [seconds * (number + 0.02 * (number % 3)) for number in range(steps - 1)]
         ends.append(ends[-1] + 1e-4)
-        return figures(plan, Watch((), ends, [{}] * steps, list(range(steps))), steps)
+        idle = dict.fromkeys(KINDS, 0.0)
+        spent = [{"target 0": {**idle, "busy": 1.0 + 0.75 * end, "input": 0.125 * end}} for end in ends]
+        return figures(plan, Watch((), ends, spent, list(range(steps))), steps)
 
     before, after = result(0.1), result(0.2)
+    assert before["workers"] == {"target 0": {**dict.fromkeys(KINDS, 0.0), "busy": 0.75, "input": 0.125}}
     assert before["runs"] == steps - 2 - WARM
     assert before["ms_min"] == pytest.approx(96)
     assert compare(before, before)[0]

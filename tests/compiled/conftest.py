@@ -43,7 +43,7 @@ def in_threads():
 
         def guarded(job):
             try:
-                together.wait(10)
+                together.wait(60)
                 job()
             except BaseException as error:
                 errors.append(error)

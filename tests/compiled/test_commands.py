@@ -98,6 +98,17 @@ def test_warm_leaves_a_full_cache_alone_unless_told_to_fill_one_again(
     assert len(processes["folders"]) == 2
 
 
+def test_it_is_said_that_runs_look_elsewhere(compiled_run, processes, caches, tmp_path, capsys, monkeypatch):
+    config = config_file(compiled_run, tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    said = f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {tmp_path / 'mine'} and not this cache\n"
+    assert main(["compile", "warm", config]) == 0
+    assert said in capsys.readouterr().err
+    for command in ("verify", "show"):
+        assert main(["compile", "cache", command, config]) == 0
+        assert said in capsys.readouterr().err
+
+
 def test_pack_overwrites_nothing(compiled_run, processes, caches, tmp_path, capsys):
     config, archive = config_file(compiled_run, tmp_path), tmp_path / "cache.tar.gz"
     archive.write_text("mine")

@@ -124,6 +124,27 @@ def test_a_drafter_by_layers_is_the_whole_one(tiny_run, traced, layer_types):
     assert graphs == [4, 1]
 
 
+def test_what_compiles_after_the_warm_up_is_told_and_written(tiny_run, traced, monkeypatch):
+    sealed = compiling.Compiling.sealed
+
+    def sealed_too_early(self):
+        sealed(self)
+        stranger = compiling.Region("stranger", lambda x: x + 1, gate=self.gate)
+        self.ledger.watch([stranger])
+        stranger(torch.ones(2))
+
+    monkeypatch.setattr(compiling.Compiling, "sealed", sealed_too_early)
+    lax = {"enabled": "on", "evidence": "off", "on_recompile": "warn"}
+    with pytest.warns(UserWarning, match="stranger compiles"):
+        result = train(tiny_run("late", **SMALL, compile=lax))
+    told = [event["text"] for event in events(result.folder, "notice") if "after the warm-up" in event["text"]]
+    assert told == [
+        "stranger compiled (forward) after the warm-up, while drafter 0 worked: it was never warmed up",
+    ]
+    ledger = json.loads((result.folder / "ledger.json").read_text())
+    assert [entry["region"] for entry in ledger["recompiles"] if entry["late"]] == ["stranger"]
+
+
 def test_missing_evidence_ends_the_run(tiny_run, traced):
     with pytest.raises(UserError, match="NOT the compiled path: drafter 0 on cpu ran 12 times") as caught:
         train(tiny_run("missing", **SMALL, compile={"enabled": "on"}))

@@ -19,7 +19,7 @@ from typing import Any
 class HostileServer:
     """Use as a context; `url` is the API's address.
 
-    Faults: "slow" (a second), "hang" (six of them, longer than the shortest time-out of the tests), "drop" (closes
+    Faults: "slow" (a second), "hang" (until the client has gone), "drop" (closes
     without a word), "half" (half a JSON, announced whole), "cut" (half a JSON, well-formed HTTP), "empty list", "two
     choices", "no message", "counts" (absurd token counts), "uncounted" (none), "length" (cut off), "tool" (calls a
     tool), "silent" (an answer without text), or a status as a number.
@@ -88,8 +88,11 @@ class HostileServer:
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
             return
-        if fault in ("slow", "hang"):
-            time.sleep({"slow": 1.0, "hang": 6.0}[fault])
+        if fault == "slow":
+            time.sleep(1.0)
+        if fault == "hang":
+            handler.connection.settimeout(120)
+            handler.connection.recv(1)
         content = completion(body)
         choice = content["choices"][0]
         if fault == "empty list":

@@ -120,7 +120,7 @@ FAULTS = ["drop", 429, 500, "cut", "half", "empty list", "two choices", "no mess
 def test_a_server_that_does_everything_wrong_costs_repetitions_and_no_answer(tmp_path: Path) -> None:
     data, output = write(tmp_path / "data.jsonl", 12, turns=2), tmp_path / "out.jsonl"
     with HostileServer([*FAULTS, "slow", "counts", "uncounted"]) as server:
-        report = run(server.url, data, output, concurrency=6, timeout=2.5)
+        report = run(server.url, data, output, concurrency=6, timeout=6)
     check_conversations(output, data)
     assert report.failed == 0
     # On a busy machine a good answer may come too late as well.
@@ -223,8 +223,6 @@ def test_refusals_of_one_conversation_are_listed_and_tried_again_later(tmp_path:
     assert failed[1]["reason"] == "no answer after 3 requests, the last one: status 500"
     assert report.lines()[-1].startswith("NO: 2 conversations have no answer")
     with HostileServer() as server:
-        moved = server.url.rpartition(":")[2]
-        assert moved
         meta = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
         for name in ("out.jsonl.meta.json", "out.jsonl.turns.jsonl.meta.json"):
             (tmp_path / name).write_text(json.dumps({**meta, "server": server.url}))
@@ -308,7 +306,7 @@ from draftsmith.decode.server import ChatServer
 url, data, output = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
-server = ChatServer(url, concurrency=5, timeout=5, first_wait=0.01)
+server = ChatServer(url, concurrency=5, timeout=60, first_wait=0.01)
 regenerate_from_server([data], output, server, Sampling(max_tokens=50))
 """
 
@@ -574,3 +572,15 @@ def test_an_answer_may_have_no_content(key: str) -> None:
     assert _well_formed(httpx.Response(200, json=reply), "/chat/completions") == reply
     reply["choices"][0]["message"][key] = None
     assert _well_formed(httpx.Response(200, json=reply), "/chat/completions") == "neither content nor tool calls"
+
+
+def test_a_server_without_a_model_to_take_leaves_no_connection_open() -> None:
+    async def ask(url: str) -> ChatServer:
+        chat = ChatServer(url)
+        with pytest.raises(UserError, match="has 2 models"):
+            await chat.__aenter__()
+        return chat
+
+    with HostileServer() as server:
+        server.models = ["a", "b"]
+        assert asyncio.run(ask(server.url))._client.is_closed

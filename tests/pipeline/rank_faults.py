@@ -82,12 +82,12 @@ def standing_still(folder: Path, arguments: argparse.Namespace) -> Started:
     """Rank 1 is stopped: it neither ends nor answers."""
 
     def prepare(_rank: int) -> None:
-        ranks.LOST_SECONDS = 2.0  # instead of a minute
+        ranks.LOST_SECONDS = 5.0  # instead of a minute
 
     started = start(make_config(folder, arguments, 5000, "still", ONE), 2, prepare=prepare)
     wait_for_step(folder / "still", 10)
     os.kill(started.pids[1], signal.SIGSTOP)
-    started.wait([0], seconds=60)
+    started.wait([0], seconds=120)
     os.kill(started.pids[1], signal.SIGKILL)
     return started
 
@@ -162,7 +162,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             folder, began = Path(place), time.monotonic()
             started = CASES[name](folder, arguments)
-            codes = started.wait(seconds=60)
+            codes = started.wait(seconds=120)
             runs = [path for path in folder.iterdir() if (path / "run.json").exists()]
             found[name] = {
                 "codes": codes,

@@ -15,6 +15,7 @@ from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.errors import UserError
 from draftsmith.pipeline import assemble
+from draftsmith.pipeline import features as features_room
 from draftsmith.pipeline import run as run_module
 from draftsmith.pipeline.features import (
     Wanted,
@@ -282,3 +283,14 @@ def test_a_plan_refuses_what_a_start_would(tiny_run: Any, tmp_path: Path, capsys
         assert (code, line in said) == (2, True), said
     written(tiny_run(), folder)
     assert planned(**stored) == (0, "")
+
+
+def test_a_manifest_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json.new").mkdir()
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be written: "):
+        features_room._write_manifest(tmp_path, {})
+
+
+def test_what_fails_while_features_are_written_is_not_another_process(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), features_room._locked(tmp_path):
+        raise BlockingIOError(11, "a terminal that cannot take more")

@@ -25,7 +25,7 @@ from draftsmith.target.forward import Target
 from draftsmith.training.step import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TWO_AND_TWO = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "prefetch": 1, "hang_seconds": 0.8}
+TWO_AND_TWO = {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 2, "prefetch": 1, "hang_seconds": 2.0}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch):
         def wait(*arguments, **named):
             calls[0] += 1
             if calls[0] == at:
-                release.wait(60)
+                release.wait(120)
             return original(*arguments, **named)
 
         monkeypatch.setattr(owner, name, wait)
@@ -65,12 +65,11 @@ def test_who_stands_still_and_who_waits_for_it(tiny_run, stuck, place: str, caus
     stuck(place, 9)
     config = tiny_run("hung", pipeline=TWO_AND_TWO, training={"eval_rows": 0, "steps": 50})
     began = time.monotonic()
-    with pytest.raises(HungError, match=r"nothing moved for [12] s") as found:
+    with pytest.raises(HungError, match=r"nothing moved for \d+ s: ") as found:
         train(config)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100, "it waited for what hangs"
     text = str(found.value)
-    first, *others = text.partition(": ")[2].split("; ")
-    first = first.removeprefix("nothing moved for 1 s: ")
+    first, *others = text.partition(" s: ")[2].split("; ")
     assert cause in first
     assert " is busy with row " in first
     assert ", inside wait)" in first  # threading's, in which our function hangs
@@ -81,7 +80,7 @@ def test_who_stands_still_and_who_waits_for_it(tiny_run, stuck, place: str, caus
     written = stacks.read_text()
     for name in ("-- target 0", "-- target 1", "-- drafter 0", "-- drafter 1", "-- prefetch 0", "-- MainThread"):
         assert name in written
-    assert "release.wait(60)" in written
+    assert "release.wait(120)" in written
     events = (Path(config.training.output) / "events.jsonl").read_text()
     assert "nothing moved" in events
 
@@ -103,10 +102,10 @@ def test_slow_is_not_hung_and_nothing_is_left_behind(tiny_run, monkeypatch: pyte
         return features(self, *arguments, **named)
 
     monkeypatch.setattr(Target, "features", slow)
-    config = tiny_run("slow", pipeline={"hang_seconds": 1.0}, training={"steps": 2, "rows_per_update": 3})
+    config = tiny_run("slow", pipeline={"hang_seconds": 3.0}, training={"steps": 4, "rows_per_update": 3})
     result = train(config)
-    assert result.step == 2
-    assert result.seconds > 1.5
+    assert result.step == 4
+    assert result.seconds > 3.0
     assert not (result.folder / "stacks.txt").exists()
 
 
@@ -114,11 +113,11 @@ def test_a_disk_that_is_slow_for_the_last_checkpoint_is_no_hang(tiny_run, monkey
     save = run_module.save_checkpoint
 
     def slow(*arguments, **named):
-        time.sleep(2.5)
+        time.sleep(5.0)
         return save(*arguments, **named)
 
     monkeypatch.setattr(run_module, "save_checkpoint", slow)
-    config = tiny_run("slow-disk", pipeline={"hang_seconds": 1.0}, training={"steps": 2, "save_every": 0})
+    config = tiny_run("slow-disk", pipeline={"hang_seconds": 2.0}, training={"steps": 2, "save_every": 0})
     result = train(config)
     assert result.checkpoint is not None
     assert result.checkpoint.name == "step-0000002"
@@ -137,9 +136,11 @@ def test_who_waits_at_the_compile_gate_is_no_cause() -> None:
         with gate.exclusive():
             thread = threading.Thread(target=call, name="target 0", daemon=True)
             thread.start()
-            time.sleep(0.2)
-            standing = hang.stand(thread, [thread], sys._current_frames())  # type: ignore[arg-type, list-item]
-        thread.join(10)
+            deadline, standing = time.monotonic() + 60, None
+            while (standing is None or not standing.what.startswith("waits")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                standing = hang.stand(thread, [thread], sys._current_frames())  # type: ignore[arg-type, list-item]
+        thread.join(60)
         assert not thread.is_alive()
         assert (standing.what, standing.cause) == ("waits at the compile gate", False)
     gate.close()
@@ -199,13 +200,15 @@ def test_a_lock_on_the_interpreter_is_seen_from_outside(tmp_path: Path) -> None:
     with HangWatch([fake_worker()], 0.2, tmp_path) as watch:
         time.sleep(0.3)
         assert watch.check(0, warming_up=False) is None
-        ctypes.PyDLL(None).usleep(2_000_000)  # in C, and the interpreter's lock is kept
-        assert "test_a_lock_on_the_interpreter" in (tmp_path / "stacks.txt").read_text()
+        stacks, deadline = tmp_path / "stacks.txt", time.monotonic() + 60
+        while not stacks.read_text() and time.monotonic() < deadline:
+            ctypes.PyDLL(None).usleep(2_000_000)  # in C, and the interpreter's lock is kept
+        assert "test_a_lock_on_the_interpreter" in stacks.read_text()
 
 
 def test_the_command_ends_although_a_thread_hangs_for_ever(tiny_run, tmp_path: Path) -> None:
     """Exit code and one line; no temporary file, no process."""
-    config = tiny_run("command", pipeline={"hang_seconds": 0.8}, data={"cache": "off"}, training={"eval_rows": 0})
+    config = tiny_run("command", pipeline={"hang_seconds": 3.0}, data={"cache": "off"}, training={"eval_rows": 0})
     path, scratch = tmp_path / "run.yaml", tmp_path / "scratch"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     scratch.mkdir()
@@ -216,16 +219,14 @@ def test_the_command_ends_although_a_thread_hangs_for_ever(tiny_run, tmp_path: P
         "from draftsmith.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    began = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", code, "train", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 2, ended.stderr
-    assert time.monotonic() - began < 60
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("draftsmith: ")
     assert "drafter 0 is busy with row 0" in last

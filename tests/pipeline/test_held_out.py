@@ -377,8 +377,44 @@ def test_a_decoder_whose_run_died_while_it_was_starting_ends() -> None:
 
 def test_the_run_says_who_it_is_to_its_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\nimport sys; print(sys.argv[-1], flush=True)\n")
+    program.write_text(f"#!{sys.executable}\nimport sys; sys.stdin.read(); print(sys.argv[-1], flush=True)\n")
     program.chmod(0o755)
     monkeypatch.setattr(held_out.sys, "executable", str(program))
     with (tmp_path / "errors").open("wb") as errors:
-        assert held_out._start({}, errors).communicate()[0] == f"{os.getpid()}\n"
+        assert held_out._start(errors).communicate()[0] == f"{os.getpid()}\n"
+
+
+def test_a_decoder_that_is_still_starting_ends_with_the_run(tiny_run, run_folder: Path, monkeypatch) -> None:
+    """It reads nothing yet, and what it is to decode fills the pipe."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Starting(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, _command: list[str], **named: Any) -> None:
+            super().__init__([sys.executable, "-c", "import time; time.sleep(250)"], **named)
+            started.append(self)
+
+    monkeypatch.setattr(held_out.subprocess, "Popen", Starting)
+    monkeypatch.setattr(held_out, "held_out_prompts", lambda _plan: [[7] * 200_000])
+    with EventLog(run_folder / "events.jsonl") as log:
+        watcher = HeldOut(make_plan(decoding_run(tiny_run, "starts", every=1)), run_folder, log, lambda: None)
+        watcher.offer(1, run_folder / "checkpoints" / "step-0000001")
+        deadline = time.monotonic() + 60
+        while not started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        watcher.close()
+        assert started[0].returncode is not None
+        assert not watcher._thread.is_alive()
+    assert of_kind(run_folder, "error") == []
+
+
+def test_the_last_checkpoint_is_decoded_once(tiny_run, run_folder: Path, monkeypatch) -> None:
+    stub = Stub(monkeypatch, [figures(1.5)] * 2)
+    folder = run_folder / "checkpoints" / "step-0000004"
+    with EventLog(run_folder / "events.jsonl") as log:
+        watcher = HeldOut(make_plan(decoding_run(tiny_run, "once")), run_folder, log, lambda: None)
+        for last in (False, True):
+            watcher.offer(4, folder, last=last)
+            watcher.finish(lambda: False)
+        watcher.close()
+    assert stub.asked == [4]

@@ -43,7 +43,7 @@ def test_a_link_is_bounded_and_ordered() -> None:
     assert blocked.is_alive()
     assert link.depth() == 2
     assert link.take(1) == "first"
-    blocked.join(2)
+    blocked.join(60)
     assert not blocked.is_alive()
     assert [link.take(4), link.take(7)] == ["second", "third"]
 
@@ -85,7 +85,7 @@ def test_stop_wakes_every_waiter_and_keeps_the_first_cause() -> None:
     stop.set(first, "worker 1")
     stop.set(second, "worker 2")
     for thread in threads:
-        thread.join(2)
+        thread.join(60)
     assert sorted(ended) == ["barrier", "put", "take"]
     assert (stop.cause, stop.worker) == (first, "worker 1")
 
@@ -108,5 +108,5 @@ def test_many_producers_and_consumers_lose_nothing_and_never_block() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert taken == [list(range(index, count, consumers)) for index in range(consumers)]

@@ -16,6 +16,7 @@ import pytest
 from draftsmith.observe.events import EventLog
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fault_suite.py"
+pytestmark = pytest.mark.timeout(900)  # dozens of processes, one after the other
 
 
 def test_ten_kills_lose_nothing_and_change_nothing(tiny_target: Path, tiny_chats: Path) -> None:

@@ -26,7 +26,7 @@ def test_bytes_bound_what_waits_and_the_lowest_number_always_fits() -> None:
     assert blocked.is_alive(), "8 of 10 bytes are still reserved"
     link.put(2, "b")
     assert link.take(2) == "b"
-    blocked.join(2)
+    blocked.join(60)
     assert not blocked.is_alive()
     assert link.bytes() == 3
 
@@ -76,7 +76,7 @@ def test_any_sizes_and_any_timing_come_through_in_order_and_within_bounds(seed: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "it stands still"
     assert taken == [list(range(index, count, consumers)) for index in range(consumers)]
     assert not excess

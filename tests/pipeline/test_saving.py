@@ -18,8 +18,9 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Event, EventLog, read_events
-from draftsmith.pipeline import saving
+from draftsmith.pipeline import saving, supervise
 from draftsmith.pipeline.link import Stop, Stopped
+from draftsmith.pipeline.progress import Progress
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.saving import Saver
 from draftsmith.pipeline.signals import Terminated, listening
@@ -40,28 +41,24 @@ def trainer_bytes(folder: Path, step: int) -> bytes:
 
 
 def test_a_slow_disk_does_not_stall_the_steps(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each checkpoint takes seconds to write; the steps meanwhile go on, and no step waits for a second."""
+    """The disk takes the first checkpoint only once ten more updates are reported."""
+    reported, went_on = threading.Semaphore(0), []
 
-    class SlowDisk(FailingDisk):
-        def fails(self, _number: int, name: str) -> bool:  # type: ignore[override]
-            time.sleep(0.05 if name == "fsync" else 0.01)
-            return False
+    def slow(number: int, _name: str) -> bool:
+        if number == 0:
+            went_on.append(all(reported.acquire(timeout=60) for _ in range(10)))
+        return False
 
-    disk = SlowDisk(errno.EIO)
-    del disk.__dict__["fails"]
-    monkeypatch.setattr(durable, "os", disk)
-    times: list[float] = []
+    monkeypatch.setattr(durable, "os", FailingDisk(errno.EIO, slow))
     result = train(
         tiny_run("slow", training={"steps": 60, "save_every": 1, "eval_every": 0, "rows_per_update": 1}),
-        listener=lambda event: times.append(time.monotonic()) if event["kind"] == "step" else None,
+        listener=lambda event: reported.release() if event["kind"] == "step" else None,
     )
-    saved = of_kind(result.folder, "checkpoint")
-    assert min(event["write_seconds"] for event in saved) > 1.0
-    assert max(event["stall_seconds"] for event in saved) < 1.0
-    steps_while_saving = saved[1]["step"] - saved[0]["step"]
-    assert steps_while_saving > 3  # those due meanwhile were saved as one, later
-    assert max(b - a for a, b in itertools.pairwise(times)) < 1.0
-    assert saved[-1]["step"] == result.step == 60
+    assert went_on == [True]
+    saved = [event["step"] for event in of_kind(result.folder, "checkpoint")]
+    assert saved[0] == 1
+    assert saved[1] > 8  # those due meanwhile were saved as one, later
+    assert saved[-1] == result.step == 60
 
 
 def test_a_snapshot_is_not_touched_by_later_updates(tmp_path: Path) -> None:
@@ -69,7 +66,7 @@ def test_a_snapshot_is_not_touched_by_later_updates(tmp_path: Path) -> None:
     go_on = threading.Event()
 
     def write(step: int, tensors: dict[str, torch.Tensor], _state: dict[str, Any]) -> Path:
-        go_on.wait(10)
+        assert go_on.wait(60)
         written[step] = float(tensors["master/w"].sum())
         return tmp_path / str(step)
 
@@ -134,7 +131,7 @@ def test_any_write_may_fail_and_the_run_goes_on_and_saves_later(tiny_run, monkey
             super().__init__(final)
 
     monkeypatch.setattr("draftsmith.training.checkpoint.Folder", Folder)
-    settings = {"steps": 600, "save_every": 1, "eval_every": 0, "rows_per_update": 1, "keep": 2}
+    settings = {"steps": 5000, "save_every": 1, "eval_every": 0, "rows_per_update": 1, "keep": 2}
     ended = threading.Event()
 
     def end_once_saved(event: Event) -> None:
@@ -172,7 +169,7 @@ def test_a_last_save_waits_for_a_disk_that_recovers(tiny_run, monkeypatch: pytes
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_save_and_end_within_the_grace(tiny_run, number: int) -> None:
-    config = tiny_run("term", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 20.0})
+    config = tiny_run("term", training={"steps": 5000, "save_every": 0, "eval_every": 0, "grace": 60.0})
     sent: list[float] = []
 
     def terminate(event: Event) -> None:
@@ -182,7 +179,7 @@ def test_sigterm_and_sighup_save_and_end_within_the_grace(tiny_run, number: int)
 
     handler = signal.getsignal(number)
     result = train(config, listener=terminate)
-    assert time.monotonic() - sent[0] < 20.0
+    assert time.monotonic() - sent[0] < 60.0
     assert signal.getsignal(number) is handler
     assert result.reason == "terminated"
     assert 3 <= result.step < 5000
@@ -193,20 +190,27 @@ def test_sigterm_and_sighup_save_and_end_within_the_grace(tiny_run, number: int)
 def test_interrupted_twice_says_what_is_kept(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C comes while the checkpoint that the first one asked for is being written."""
     config = tiny_run("twice", training={"steps": 5000, "save_every": 0, "eval_every": 0})
-    fails = False
+    fails, kept, heard = False, supervise._kept, threading.Event()
+    asked: list[int] = []
 
     def write(*arguments: Any) -> Path:
         _thread.interrupt_main()
-        time.sleep(0.3)
+        assert heard.wait(60)
         if fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return save_checkpoint(*arguments)
 
+    def hear(progress: Progress) -> str:
+        heard.set()
+        return kept(progress)
+
     def interrupt(event: Event) -> None:
-        if event["kind"] == "step" and event["step"] % 3 == 0:
+        if event["kind"] == "step" and event["step"] % 3 == 0 and not asked:
+            asked.append(event["step"])
             _thread.interrupt_main()
 
     monkeypatch.setattr("draftsmith.pipeline.run.save_checkpoint", write)
+    monkeypatch.setattr(supervise, "_kept", hear)
     with pytest.raises(KeyboardInterrupt, match="interrupted twice, at step") as ended:
         train(config, listener=interrupt)
     folder = Path(config.training.output)
@@ -214,6 +218,8 @@ def test_interrupted_twice_says_what_is_kept(tiny_run, monkeypatch: pytest.Monke
     assert str(ended.value).endswith(f": what is kept is {saved}")
     assert load_checkpoint(saved).step >= 3
     fails = True  # then the one before it is what is left
+    heard.clear()
+    asked.clear()
     with pytest.raises(KeyboardInterrupt, match="interrupted twice, at step") as ended:
         train(config, resume=True, listener=interrupt)
     assert str(ended.value).endswith(f": what is kept is {saved}")
@@ -241,12 +247,12 @@ def test_a_disk_that_fails_during_the_grace_is_not_waited_for_longer(tiny_run, m
 
     with pytest.raises(UserError, match="could not be written: Read-only file system; there is no earlier one"):
         train(config, listener=terminate)
-    assert 1.0 < time.monotonic() - sent[0] < 6.0
+    assert 1.0 < time.monotonic() - sent[0] < 60.0  # and not for the minutes that any other last checkpoint is given
 
 
 def test_an_update_longer_than_the_grace_is_given_up_and_the_state_before_it_saved(tiny_run, monkeypatch) -> None:
-    """Three replicas, one of them with rows that take seconds from the third update on, so that the others wait for it
-    in the middle of the exchange. Resumed, the run comes to the same end."""
+    """Three replicas, one of them with two rows of six seconds in the third update, so that the others wait for it in
+    the middle of the exchange. Resumed, the run comes to the same end."""
     wide = {"pipeline": {"targets": ["cpu"] * 2, "drafters": ["cpu"] * 3}, "training": {"steps": 4, "save_every": 0}}
     whole = train(tiny_run("whole-grace", **wide))
     step, rows, sent = Replica.step, itertools.count(), []
@@ -256,21 +262,21 @@ def test_an_update_longer_than_the_grace_is_given_up_and_the_state_before_it_sav
             if not sent:
                 sent.append(time.monotonic())
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2.5 if threading.current_thread().name == "drafter 1" else 0.0)
+            time.sleep(6.0 if threading.current_thread().name == "drafter 1" else 0.0)
         return step(self, *args, **kwargs)
 
-    wide["training"]["grace"] = 2.5
+    wide["training"]["grace"] = 10.0
     config = tiny_run("grace", **wide)
     with monkeypatch.context() as patch:
         patch.setattr(Replica, "step", slow)
         result = train(config)
-        assert time.monotonic() - sent[0] < 2.5
+        assert time.monotonic() - sent[0] < 10.0
     assert (result.reason, result.step) == ("terminated", 2)
     assert result.checkpoint is not None
     assert load_checkpoint(result.checkpoint).step == 2
     for thread in threading.enumerate():  # those that were left behind
         if thread.name.startswith("drafter"):
-            thread.join(10)
+            thread.join(60)
     resumed = train(config, resume=True)
     assert resumed.losses == whole.losses[2:]
     assert trainer_bytes(resumed.folder, 4) == trainer_bytes(whole.folder, 4)
@@ -278,7 +284,7 @@ def test_an_update_longer_than_the_grace_is_given_up_and_the_state_before_it_sav
 
 def test_sigterm_shortens_the_wait_for_a_disk_that_refuses_the_last_checkpoint(tiny_run, monkeypatch) -> None:
     monkeypatch.setattr(durable, "os", FailingDisk(errno.ENOSPC, lambda _n, name: name == "makedirs"))
-    monkeypatch.setattr(saving, "RETRY_SECONDS", 30.0)
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 250.0)
     sent: list[float] = []
 
     def terminate(event: Event) -> None:
@@ -289,17 +295,25 @@ def test_sigterm_shortens_the_wait_for_a_disk_that_refuses_the_last_checkpoint(t
     config = tiny_run("late", training={"steps": 2, "save_every": 0, "grace": 0.5})
     with pytest.raises(UserError, match="checkpoint of step 2 could not be written: No space left"):
         train(config, listener=terminate)
-    assert time.monotonic() - sent[0] < 5.0
+    assert time.monotonic() - sent[0] < 60.0
 
 
-def test_sigusr1_saves_and_goes_on(tiny_run) -> None:
+def test_sigusr1_saves_and_goes_on(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_run("user", training={"steps": 40, "save_every": 0, "eval_every": 0, "rows_per_update": 1})
+    request, heard = Progress.request_save, threading.Event()
+
+    def hear(self: Progress) -> None:
+        request(self)
+        heard.set()
 
     def ask(event: Event) -> None:
         if event["kind"] == "step" and event["step"] == 3:
             os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard.wait(60)
 
+    monkeypatch.setattr(Progress, "request_save", hear)
     result = train(config, listener=ask)
+    assert heard.is_set()
     steps = [event["step"] for event in of_kind(result.folder, "checkpoint")]
     assert len(steps) == 2
     assert 3 <= steps[0] < 40

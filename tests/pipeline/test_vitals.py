@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -13,33 +14,42 @@ import torch
 
 from draftsmith.observe.events import EventLog, read_events
 from draftsmith.observe.status import read_status
+from draftsmith.pipeline import clock as clock_module
 from draftsmith.pipeline import vitals as module
 from draftsmith.pipeline.clock import WorkerClock
 from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.vitals import Vitals
+from draftsmith.training.step import Replica
 
 
-def test_shares_are_of_the_time_since_the_last_sample(tmp_path: Path) -> None:
+def test_shares_are_of_the_time_since_the_last_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     clock, link = WorkerClock("target 0"), Link[int](0, 1, 2, Stop())
     link.put(0, 0)
     with EventLog(tmp_path / "events.jsonl") as log:
         vitals = Vitals(log, tmp_path, (torch.device("cpu"),), [clock], {"target 0": link}, 2, lambda: 7)
         clock.seconds["busy"] = 1e6
+        now[0] += 12.0
         first = vitals.sample(None)
-        time.sleep(0.05)
-        clock.seconds["input"] += 0.025
+        now[0] += 4.0
+        clock.seconds["input"] += 1.0
         second = vitals.sample(None)
     assert (first["step"], first["queues"], first["devices"]) == (7, {"target 0": [1, 2]}, [])
     assert first["workers"]["target 0"]["busy"] == 1.0
     assert second["workers"]["target 0"]["busy"] == 0.0
-    assert 0.2 < second["workers"]["target 0"]["input"] <= 0.5
+    assert second["workers"]["target 0"]["input"] == 0.25
     assert second["host"]["disk_free"] > 0
 
 
-def test_what_waited_for_the_interpreter_was_shown_as_busy_until_it_ended(tmp_path: Path) -> None:
+def test_what_waited_for_the_interpreter_was_shown_as_busy_until_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps = count()
+    monkeypatch.setattr(clock_module, "_thread_use", lambda: (next(sleeps), 0.0))  # it sleeps, and was on no core
     clock = WorkerClock("target 0")
-    clock.interpreter_wait = lambda: 1.0  # all that the thread sleeps is such a wait
+    clock.interpreter_wait = lambda: 1e6  # all that the thread sleeps is such a wait
     with EventLog(tmp_path / "events.jsonl") as log:
         vitals = Vitals(log, tmp_path, (torch.device("cpu"),), [clock], {}, 2, lambda: 0)
         with clock.busy(0):
@@ -51,7 +61,19 @@ def test_what_waited_for_the_interpreter_was_shown_as_busy_until_it_ended(tmp_pa
 
 
 def test_a_run_has_vitals(tiny_run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "VITALS_SECONDS", 0.05)
+    monkeypatch.setattr(module, "VITALS_SECONDS", 0.02)
+    sample, taken, step = Vitals.sample, threading.Event(), Replica.step
+
+    def sampled(self, probe):
+        taken.set()
+        return sample(self, probe)
+
+    def late_step(self, *arguments, **named):
+        assert taken.wait(60)
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(Vitals, "sample", sampled)
+    monkeypatch.setattr(Replica, "step", late_step)
     result = train(tiny_run("vitals"))
     events = [event for event in read_events(result.folder / "events.jsonl") if event["kind"] == "vitals"]
     assert len(events) > 1
@@ -92,11 +114,12 @@ def test_what_is_written_of_gpus_is_what_readers_take(tmp_path: Path, monkeypatc
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: SimpleNamespace(uuid="card"))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _device: 2**33)
     monkeypatch.setattr("torch.cuda.memory_stats", lambda _device: {**stats, "num_device_alloc": next(taken)})
-    clock = WorkerClock("drafter 0")
+    clock, written = WorkerClock("drafter 0"), threading.Event()
     with EventLog(tmp_path / "events.jsonl") as log:
         parts = log, tmp_path, (torch.device("cuda", 0),), [clock], {"drafter 0": Link[int](0, 1, 2, Stop())}, 2
+        log.listen(lambda _event: written.set())
         with Vitals(*parts, lambda: 7, exchange=lambda sample: [(1, sample)]):
-            time.sleep(0.2)
+            assert written.wait(60)  # and another sample comes at the end
         notices = [each["text"] for each in log.summary["notices"].values()]
     assert notices == []
     events = list(read_events(tmp_path / "events.jsonl"))

@@ -165,7 +165,7 @@ def write_answers(
             **options.sampling(),
         ):
             prompt = prompts[answer.index]
-            text = _text_of(answer, stops, target.tokenizer)
+            text = text_of(answer, stops, target.tokenizer)
             conversation = _conversation(prompt, text, has_template(target.tokenizer))
             lines.append(
                 {
@@ -274,7 +274,8 @@ def _round_trip(
     return check
 
 
-def _text_of(answer: Answer, stops: frozenset[int], tokenizer: Any) -> str:
+def text_of(answer: Answer, stops: frozenset[int], tokenizer: Any) -> str:
+    """An answer as it was written, special tokens and all, without the token that ended it."""
     tokens = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in stops else answer.tokens
     return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

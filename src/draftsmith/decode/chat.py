@@ -244,7 +244,8 @@ def answer(chat: Chat, target: Any, console: Console, text: str) -> None:
 def converse(chat: Chat, target: Any, console: Console, ask: Callable[[], str]) -> int:
     """Asks, answers and shows until there is nothing more to say; returns the answers given.
 
-    `/new` forgets the conversation, `/block N` drafts with N slots, `/quit` ends. Ctrl-C ends the answer under way.
+    `/new` forgets the conversation, `/block N` drafts with N slots, `/quit` ends. Ctrl-C ends the answer under way,
+    or empties the line that is being written.
     What else begins with a slash is an error of the user's, and goes nowhere.
 
     Args:
@@ -256,8 +257,13 @@ def converse(chat: Chat, target: Any, console: Console, ask: Callable[[], str]) 
     while True:
         try:
             text = ask().strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
+            console.print()  # the prompt's line is still open
             return answers
+        except KeyboardInterrupt:  # perhaps meant for an answer that ended just before
+            console.print()
+            tell(console, "/quit or Ctrl-D ends")
+            continue
         if text in ("/quit", "/exit"):
             return answers
         try:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import torch
 
+from draftsmith.errors import first_line
+
 
 class CannotCaptureError(Exception):
     """Why work cannot become a graph, in words that follow "because"."""
@@ -59,8 +61,8 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise CannotCaptureError("there is no memory for graphs") from None
         except RuntimeError as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            what = "waits for the device" if "synchronizing CUDA" in said[0] else f"cannot be captured: {said[0]}"
+            said = first_line(error)
+            what = "waits for the device" if "synchronizing CUDA" in said else f"cannot be captured: {said}"
             raise CannotCaptureError(f"its forward {what}") from None
         finally:
             current.wait_stream(self._stream)

@@ -3,8 +3,8 @@
 A file whose first line starts with `{` is JSON lines, each `{"prompt": …}` or `{"messages": […]}` (answers at the end
 are left out: the target is to write its own), or a line of a public benchmark as it is published, asked in the words of
 z-lab's harness (`_BENCHMARKS`): GSM8K, MATH-500, HumanEval, MBPP, MT-Bench. Any other file is plain text, one prompt a
-line. Where the tokenizer has
-a chat template, a plain prompt becomes a user turn; where it has none, the text itself is continued.
+line. Where the tokenizer has a chat template, a plain prompt becomes a user turn; where it has none, the text itself is
+continued.
 """
 
 from __future__ import annotations

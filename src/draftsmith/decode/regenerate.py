@@ -33,6 +33,7 @@ from draftsmith.config import DataSource, what_json_lacks
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.places import find_files
 from draftsmith.data.tables import hash_file
+from draftsmith.decode.answers import text_of
 from draftsmith.decode.calls import find_call_opening
 from draftsmith.decode.dialogue import Dialogue, is_empty, make_dialogue
 from draftsmith.decode.generate import generate
@@ -196,7 +197,7 @@ async def _talk(waiting: Iterator[Dialogue], work: _Work, server: ChatServer, sa
                 request = _request(dialogue, sampling)
                 fault = what_json_lacks(request)
                 if fault:
-                    raise GivenUpError(f"cannot be sent as JSON: {fault}", 0, False)
+                    raise GivenUpError(f"cannot be sent as JSON: {fault}", 0)
                 reply = await server.answer(request)
                 work.answered(dialogue, _as_answer(reply))
                 if server.stopping and not dialogue.ended:
@@ -484,10 +485,7 @@ def regenerate_from_target(
                     seed=sampling.seed,
                 ):
                     dialogue = going[answer.index // _TURNS]
-                    tokens = answer.tokens[:-1] if answer.tokens and answer.tokens[-1] in stops else answer.tokens
-                    text = target.tokenizer.decode(
-                        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                    )
+                    text = text_of(answer, stops, target.tokenizer)
                     # Its text is kept as it was written, call and all: that is what the template would render.
                     calling = answer.finish_reason == "stop" and bool(dialogue.tools) and calls.opens(text)
                     message = {"role": "assistant", "content": text}

@@ -87,13 +87,15 @@ def open_output(
     except OSError as error:
         raise unwritable(path, error) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_facts(meta, facts, noted or {}, path)
-        yield OutputLines(path, descriptor, found)
-    except BlockingIOError:
-        raise UserError("another process is writing it", where=str(path), fix="wait for it or stop it") from None
-    except OSError as error:
-        raise unwritable(path, error) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _check_facts(meta, facts, noted or {}, path)
+            lines = OutputLines(path, descriptor, found)
+        except BlockingIOError:
+            raise UserError("another process is writing it", where=str(path), fix="wait for it or stop it") from None
+        except OSError as error:
+            raise unwritable(path, error) from None
+        yield lines  # what goes wrong in there has nothing to do with this file
     finally:
         os.close(descriptor)
 

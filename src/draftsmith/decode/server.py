@@ -38,10 +38,9 @@ _LONGEST_WAIT = 60.0
 class GivenUpError(Exception):
     """This request gets no answer; the text says why."""
 
-    def __init__(self, text: str, attempts: int, refused: bool) -> None:
+    def __init__(self, text: str, attempts: int) -> None:
         super().__init__(text)
         self.attempts = attempts
-        self.refused = refused  # by the server, rather than never answered
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,11 @@ class Reply:
         message: role, content, and what else the server says (reasoning_content or reasoning, tool_calls).
         finish_reason: as the server says it.
         tokens: of the answer, None if the server's count cannot be believed.
-        attempts: requests that it took.
     """
 
     message: dict[str, Any]
     finish_reason: str
     tokens: int | None
-    attempts: int
 
 
 @dataclass
@@ -68,7 +65,6 @@ class Traffic:
     requests: int = 0
     again: int = 0
     faults: dict[str, int] = field(default_factory=dict)
-    miscounted: int = 0
 
     def fault(self, name: str) -> None:
         self.faults[name] = self.faults.get(name, 0) + 1
@@ -145,9 +141,12 @@ class ChatServer:
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=waits)
 
     async def __aenter__(self) -> ChatServer:
-        if not self.model:
-            self.model = await self._only_model()
-            self.traffic = Traffic()  # answers are what costs
+        try:
+            self.model = self.model or await self._only_model()
+        except BaseException:
+            await self._client.aclose()
+            raise
+        self.traffic = Traffic()  # answers are what costs
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -155,7 +154,7 @@ class ChatServer:
 
     async def _only_model(self) -> str:
         try:
-            content = (await self._retried("GET", "/models", None))[0]
+            content = await self._retried("GET", "/models", None)
             names = [str(entry["id"]) for entry in content["data"]]
         except GivenUpError as error:
             raise UserError(f"does not tell its models: {error}", where=self.url, fix="check --server") from None
@@ -176,21 +175,13 @@ class ChatServer:
             UserError: no request to this server can succeed.
         """
         body = {**request, "model": self.model, "n": 1, "stream": False}
-        content, attempts = await self._retried("POST", "/chat/completions", body)
+        content = await self._retried("POST", "/chat/completions", body)
         choice = content["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
-        return Reply(message, str(reason or "unknown"), self._tokens(content, request.get("max_tokens")), attempts)
+        return Reply(message, str(reason or "unknown"), _tokens(content, request.get("max_tokens")))
 
-    def _tokens(self, content: dict[str, Any], most: int | None) -> int | None:
-        usage = content.get("usage")
-        tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens <= (most or tokens):
-            return tokens
-        self.traffic.miscounted += 1
-        return None
-
-    async def _retried(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
-        """The reply's JSON and the number of requests that it took."""
+    async def _retried(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """The reply's JSON."""
         fault = "no attempt"
         for attempt in range(1, self.attempts + 1):
             wait = 0.0
@@ -214,7 +205,7 @@ class ChatServer:
                         content = _well_formed(response, path)
                         if isinstance(content, dict):
                             self.throttle.well()
-                            return content, attempt
+                            return content
                         fault = content
                     else:
                         fault = f"status {status}"
@@ -224,11 +215,11 @@ class ChatServer:
                         wait = _retry_after(response)
             self.traffic.fault(fault)
             if self.stopping:
-                raise GivenUpError(f"the work ended; {fault}", attempt, False)
+                raise GivenUpError(f"the work ended; {fault}", attempt)
             if attempt < self.attempts:
                 longest = min(_LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1))
                 await asyncio.sleep(max(wait, random.uniform(0.5, 1.0) * longest))
-        raise GivenUpError(f"no answer after {self.attempts} requests, the last one: {fault}", self.attempts, False)
+        raise GivenUpError(f"no answer after {self.attempts} requests, the last one: {fault}", self.attempts)
 
     def _refuse(self, response: httpx.Response, attempt: int) -> None:
         """Raises if asking again is of no use."""
@@ -238,7 +229,16 @@ class ChatServer:
         words = f"status {status}: {_words(response)}"
         if status in _HOPELESS:
             raise UserError(f"refuses: {words}", where=self.url, fix="check --server, --model and --api-key-env")
-        raise GivenUpError(words, attempt, True)
+        raise GivenUpError(words, attempt)
+
+
+def _tokens(content: dict[str, Any], most: int | None) -> int | None:
+    """Tokens of an answer by the server's count; None if it cannot be believed."""
+    usage = content.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens <= (most or tokens):
+        return tokens
+    return None
 
 
 def _well_formed(response: httpx.Response, path: str) -> dict[str, Any] | str:

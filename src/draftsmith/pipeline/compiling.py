@@ -192,6 +192,7 @@ class Compiling:
         self.warm = WarmUp(gate, self.ledger, [str(device) for device in plan.topology.drafters], self._tell)
         self.ledger.watch(each.region for each in targets)
         self.ledger.watch(region for replica in replicas for region in regions_of(replica))
+        self._told = 0  # of the gate's compiles
         self.evidence: Evidence | None = None
         if plan.compiled and plan.config.compile.evidence != "off":
             expected = [
@@ -291,9 +292,22 @@ class Compiling:
             if index == 0:
                 self.evidence.abandon()
 
-    def close(self) -> None:
-        """Write the ledger as it stands at the end."""
-        self._write()
+    def tell_late(self) -> None:
+        """Says what has compiled after the warm-up, where that is no error, and writes it into the ledger.
+
+        Cost: a look at a list's length where nothing has.
+        """
+        new = self.gate.compiles[self._told :]
+        if not new:
+            return
+        self._told += len(new)
+        late = [each for each in new if each.late]
+        for each in late:
+            what = f"{each.region or 'a function outside any region'} compiled ({each.direction}) after the warm-up"
+            why = " ".join(each.reason.split()) or "it was never warmed up"
+            self.log.write("notice", text=f"{what}, while {each.thread} worked: {why}")
+        if late:
+            self._write()
 
     def _due(self, update: int) -> bool:
         every = self.plan.config.compile.evidence_every

@@ -117,7 +117,7 @@ class _Worker:
     device: int
     job: int  # the next, or the one at work
     left: float = 0.0  # seconds of work
-    state: str = "idle"  # "idle", "work", "put" (a target with a finished row), "update", "meet"
+    state: str = "idle"  # "work", "put" (a target with a finished row), "meet", "update", "updated"
 
 
 class _Play:

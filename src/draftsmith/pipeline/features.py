@@ -372,9 +372,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    path = folder / "manifest.json"
     new = folder / "manifest.json.new"
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.rename(folder / "manifest.json")
+    try:
+        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        new.rename(path)
+    except OSError as error:
+        raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
 def check_manifest(folder: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -397,10 +401,11 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}", where=str(folder)) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("another process is writing it", where=str(folder), fix="wait for it or stop it") from None
         yield
-    except BlockingIOError:
-        raise UserError("another process is writing it", where=str(folder), fix="wait for it or stop it") from None
     finally:
         os.close(descriptor)
 

@@ -67,7 +67,8 @@ class HeldOut:
         self._over = self._told_too_long = False
         self._process: subprocess.Popen[str] | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, args=(_setting(plan, log),), name="held-out", daemon=True)
+        self._unsent = [_setting(plan, log)]  # what the process reads before its first request
+        self._thread = threading.Thread(target=self._work, name="held-out", daemon=True)
         self._thread.start()
 
     def offer(self, step: int, folder: Path, *, last: bool = False) -> None:
@@ -76,7 +77,7 @@ class HeldOut:
         if not last and step // every <= self._last_offered // every:
             return
         with self._changed:
-            if self._over or (self._working or (0,))[0] == step:
+            if self._over or step == self._last_offered:
                 return
             self._last_offered, self._waiting = step, (step, folder)
             self._changed.notify_all()
@@ -106,32 +107,32 @@ class HeldOut:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        process = self._process
+            process = self._process
         if process is not None and process.poll() is None:
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10.0)  # until then it is in the table of processes
         self._thread.join(10.0)
 
-    def _work(self, setting: dict[str, Any]) -> None:
+    def _work(self) -> None:
         try:
             with open(self._folder / "decoder.log", "wb") as errors:
-                self._serve(setting, errors)
+                self._serve(errors)
         except Exception as error:  # the run is worth more than its figures
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def _serve(self, setting: dict[str, Any], errors: IO[bytes]) -> None:
+    def _serve(self, errors: IO[bytes]) -> None:
         while True:
             with self._changed:
                 while self._waiting is None and not self._over:
                     self._changed.wait()
                 if self._over:
                     return
+                assert self._waiting is not None
+                step, folder = self._waiting
                 self._working, self._waiting = self._waiting, None
-            assert self._working is not None
-            step, folder = self._working
-            if self._process is None:
-                self._process = _start(setting, errors)
+                if self._process is None:
+                    self._process = _start(errors)  # known to `close` from here on
             answer = self._ask({"step": step, "folder": str(folder)})
             if answer is None:
                 if not self._over:
@@ -148,8 +149,9 @@ class HeldOut:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
+        lines, self._unsent = [*self._unsent, request], []
         try:
-            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.writelines(json.dumps(line) + "\n" for line in lines)
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:
@@ -215,8 +217,8 @@ class HeldOut:
             self._changed.notify_all()
 
 
-def _start(setting: dict[str, Any], errors: IO[bytes]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+def _start(errors: IO[bytes]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "draftsmith.pipeline.decoder_process", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -224,10 +226,6 @@ def _start(setting: dict[str, Any], errors: IO[bytes]) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,  # Ctrl-C is for the run, which ends this one
     )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(setting) + "\n")
-    process.stdin.flush()
-    return process
 
 
 def check_decoding(plan: Plan) -> None:

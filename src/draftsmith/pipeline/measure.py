@@ -93,7 +93,7 @@ def measure_costs(
     with _current(there):
         per_row = _seconds(learners[0].row, ROWS, [there])
     count, sharing = len(devices), devices.count(there)
-    per_update = _together([learner.update_seconds for learner in learners])
+    per_update = _together([learner.update_seconds for learner in learners], exchange.stop)
     parameters = sum(parameter.numel() for parameter in replicas[0].model.parameters())
     between = _transfer_seconds(here, there) * parameters * (4 + dtype.itemsize) if count == 1 else 0.0
     tokens = sum(row.real_tokens for row, _ in made) / ROWS
@@ -140,19 +140,27 @@ class _Learner:
         return statistics.median(found[WARM:])
 
 
-def _together(work: Sequence[Callable[[], float]]) -> float:
-    """The longest time that is told by pieces of work in a thread each, as in the pipeline."""
+def _together(work: Sequence[Callable[[], float]], stop: Stop) -> float:
+    """The longest time that is told by pieces of work in a thread each, as in the pipeline.
+
+    Raises what the first that fails raises; `stop` then ends the others, which wait for it at the exchange.
+    """
     found: list[float] = []
     settings = Settings.capture()
-    threads = [
-        threading.Thread(target=settings.run, args=(lambda each=each: found.append(each()),), daemon=True)
-        for each in work
-    ]
+
+    def measured(each: Callable[[], float]) -> None:
+        try:
+            found.append(settings.run(each))
+        except BaseException as error:
+            stop.set(error)
+
+    threads = [threading.Thread(target=measured, args=(each,), daemon=True) for each in work]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == len(threads), "an update failed; its trace is above"
+    if stop.cause is not None:
+        raise stop.cause
     return max(found)
 
 

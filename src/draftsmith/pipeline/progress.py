@@ -55,7 +55,8 @@ class _Pending:
 
 
 class Progress:
-    """See the module's docstring. `begin` to `finish` are called by replica 0's thread, `request_end` by any.
+    """See the module's docstring. Replica 0's thread calls it; any may request an end or a checkpoint and count tokens,
+    and the main thread may `save_between`.
 
     Args:
         config: of the run.
@@ -92,7 +93,7 @@ class Progress:
         self._limit = None if max_minutes is None else max_minutes * 60
         self.requested = ""
         self.urgent = False  # somebody waits for the end
-        self._deadline = math.inf  # monotonic, for the last checkpoint
+        self._deadline = math.inf  # monotonic, for the end
         self._save_requested = False
         self._save_due = False
         self._last_save = threading.Lock()  # taken by whoever writes the last checkpoint, and kept
@@ -136,14 +137,23 @@ class Progress:
         """Since the first row could start."""
         return time.monotonic() - self._began
 
+    @property
+    def seconds_left(self) -> float:
+        """Until this process should have ended; infinite if nobody said so."""
+        return self._deadline - time.monotonic()
+
     def begin(self) -> None:
         """Everything is warm: time starts to count, and the other workers may start."""
         self._began = time.monotonic()
         self.warm.set()
 
     def request_end(self, reason: str, within: float = math.inf) -> None:
-        """Ends the run after the update that is being worked on, with a checkpoint, in so many seconds at most."""
-        self.requested = self.requested or reason
+        """Ends the run after the update that is being worked on, with a checkpoint, in so many seconds at most.
+
+        The first reason is the run's, but for "terminated": whoever asked before has more time than that leaves.
+        """
+        if not self.requested or reason == "terminated":
+            self.requested = reason
         if reason == "interrupted" and self.ranks.seat.launched:
             within = min(within, self.config.training.grace)  # after which the launcher kills
         self.urgent = self.urgent or reason in ("interrupted", "terminated")
@@ -294,17 +304,13 @@ class Progress:
     def _finish_saving(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
             limit = time.monotonic() + LAST_SAVE_SECONDS
-            self.saver.finish(step, tensors, state, lambda: min(limit, self._deadline) - time.monotonic())
+            self.saver.finish(step, tensors, state, lambda: min(limit - time.monotonic(), self.seconds_left))
         except OSError as error:
             kept = f"the last one is {self.checkpoint}" if self.checkpoint else "there is no earlier one"
             raise UserError(
                 f"the checkpoint of step {step} could not be written: {error.strerror or error}; {kept}",
                 where=self.config.training.output,
             ) from None
-
-    def finish(self) -> None:
-        """Reports what is still on its way."""
-        self.flush()
 
     def flush(self) -> None:
         """Waits for the device and reports everything."""

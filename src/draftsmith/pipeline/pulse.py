@@ -18,7 +18,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.link import Stop
 
 PULSE_SECONDS = 0.5
@@ -157,8 +157,7 @@ class Pulse:
         except RuntimeError:  # the store went down with rank 0, or with the machine of torchrun's first agent
             missing, first = [0], self._rank
         who = " and ".join(self.names[rank] for rank in missing)
-        reason = str(error).strip().splitlines()[0][:200]
-        what = f"lost {who}" if missing else f"lost the connection to other ranks: {reason}"
+        what = f"lost {who}" if missing else f"lost the connection to other ranks: {first_line(error)[:200]}"
         fix = "the run goes on from its last checkpoint: by itself with torchrun --max-restarts, else with --resume"
         self._end(RankLost(what, where=f"rank {self._rank}", fix=fix), told=self._rank != first)
 

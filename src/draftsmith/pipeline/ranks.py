@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.link import Stop, Stopped
 from draftsmith.pipeline.pulse import PULSE_SECONDS, ROLL_SECONDS, Pulse, RankLost
 from draftsmith.pipeline.seat import Seat
@@ -168,8 +168,7 @@ class Ranks:
             self._notes = dist.new_group(backend="gloo", timeout=LONG)
             pulse = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_SECONDS))
         except (RuntimeError, ValueError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            apart = UserError(f"the {self.world} ranks did not come together: {first}", where="torchrun")
+            apart = UserError(f"the {self.world} ranks did not come together: {first_line(error)}", where="torchrun")
             apart.told = self.seat.local_rank != 0
             raise apart from None
         # The pulse has a connection of its own: others wait in theirs while they hold its lock.
@@ -296,9 +295,9 @@ class Ranks:
         except RuntimeError as error:
             with suppress(RuntimeError):
                 self._explain(error)
-            first = str(error).strip().splitlines()[0]
             fix = "NCCL_DEBUG=INFO says more" if nccl else "GLOO_SOCKET_IFNAME names the network interface"
-            raise UserError(f"{self.backend} does not connect the ranks: {first}", where="torchrun", fix=fix) from None
+            what = f"{self.backend} does not connect the ranks: {first_line(error)}"
+            raise UserError(what, where="torchrun", fix=fix) from None
         return text
 
     def across(self, index: int) -> Callable[[Tensor], None] | None:
@@ -429,8 +428,8 @@ class Ranks:
             try:
                 group.abort()
             except Exception as error:  # whatever NCCL says, there is an error to be told that came first
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self._tell(f"rank {self.rank}: NCCL could not be aborted ({first}): a device may wait until the end")
+                why = first_line(error)
+                self._tell(f"rank {self.rank}: NCCL could not be aborted ({why}): a device may wait until the end")
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective of the host, but not for the lost."""

@@ -321,9 +321,12 @@ def _run(
                 with suppress(KeyboardInterrupt):  # everything is saved: only the last figure is given up
                     held_out.finish(lambda: progress.urgent)
     finally:
-        saver.close()
-        if held_out is not None:
-            held_out.close()
+        stop.set()  # whatever came out: nobody works on
+        try:
+            saver.close()
+        finally:
+            if held_out is not None:
+                held_out.close()
     if held_out is not None and held_out.failure:
         raise UserError(
             held_out.failure, where="decoding.bound", fix="decoding.on_disagreement=warn trains on as it is"

@@ -35,6 +35,10 @@ class Seat:
     def read(cls, environment: Mapping[str, str] = os.environ) -> Seat:
         """From the variables that torchrun sets; without them, the only process."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            if environment.get("WORLD_SIZE", "1") != "1" or environment.get("RANK", "0") != "0":
+                given, lacking = ("RANK", "WORLD_SIZE") if "RANK" in environment else ("WORLD_SIZE", "RANK")
+                what = f"{given} is {environment[given]} and {lacking} is not set: this would be a run of one process"
+                raise UserError(what, where="environment", fix=f"start with torchrun, or unset {given}")
             return cls()
         try:
             rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -165,7 +165,7 @@ class _Progress:
     def count_tokens(self, _tokens: int) -> None:
         """Of no interest."""
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Nothing is on its way."""
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 import torch
 
@@ -66,7 +68,8 @@ def supervise(
                 # Everybody else waits until the drafters have compiled.
                 if waiting and progress.warm.wait(0.05):
                     for worker in waiting:
-                        worker.start()
+                        if worker.ident is None:  # else Ctrl-C came between two of them
+                            worker.start()
                     waiting = []
                 stop.wait(0.05)
                 if progress.requested == "terminated" and termination.given_up(warming_up=bool(waiting)):
@@ -88,11 +91,12 @@ def supervise(
             except BaseException:  # whatever it is, the workers must not go on without this thread
                 stop.set()
                 raise
-    started = [worker for worker in workers if worker not in waiting]
-    _join(started, HUNG_JOIN_SECONDS if isinstance(stop.cause, HungError | RankLost) else JOIN_SECONDS)
-    _raise_cause(stop, workers, out_of_memory)
-    hanging = [worker.name for worker in workers if worker.is_alive()]
-    assert not hanging, f"workers did not end: {hanging}"
+    if stop.cause is not None:
+        started = [worker for worker in workers if worker.ident is not None]
+        _join(started, HUNG_JOIN_SECONDS if isinstance(stop.cause, HungError | RankLost) else JOIN_SECONDS)
+        _raise_cause(stop, workers, out_of_memory)
+    with suppress(KeyboardInterrupt):  # all is saved, and the workers are not needed any more
+        _await_rows(workers, progress, limit or math.inf)
 
 
 class _Termination:
@@ -118,7 +122,7 @@ class _Termination:
         # The update takes too long: what is saved is the state before it.
         with self.exchange.still:
             self.progress.save_between(self.first_update + self.exchange.done)
-        self.stop.set()
+            self.stop.set()  # before the update can go on, and count
         # Each worker leaves after its row; the process should not end in the middle of one.
         _join(self.workers, self.patience + self.grace * (1 - PATIENT_SHARE) - 1.0 - time.monotonic())
         return True
@@ -139,11 +143,25 @@ def _join(workers: list[Worker], seconds: float) -> None:
         worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def _raise_cause(stop: Stop, workers: list[Worker], out_of_memory: Explain) -> None:
-    """Raises what a worker ended the run with, if one did."""
+def _await_rows(workers: list[Worker], progress: Progress, limit: float) -> None:
+    """Waits until each worker has left after its row, which takes a large target on the CPU minutes; not for longer
+    than a hang may last, nor than a signal leaves time."""
+    began, told = time.monotonic(), False
+    while busy := [worker for worker in workers if worker.is_alive()]:
+        seconds = time.monotonic() - began
+        if seconds > limit or progress.seconds_left < 1.0:
+            break
+        if seconds > JOIN_SECONDS and not told:
+            told, names = True, " and ".join(worker.name for worker in busy)
+            progress.log.write("notice", text=f"all is saved; {names} still at work on a row (Ctrl-C: do not wait)")
+        busy[0].join(0.05)
+    assert not busy or progress.seconds_left < math.inf, f"workers did not end: {[each.name for each in busy]}"
+
+
+def _raise_cause(stop: Stop, workers: list[Worker], out_of_memory: Explain) -> NoReturn:
+    """Raises what the run ended with."""
     cause = stop.cause
-    if cause is None:
-        return
+    assert cause is not None
     worker = next((worker for worker in workers if worker.name == stop.worker), None)
     if worker is not None and is_out_of_memory(cause):
         raise out_of_memory(cause, worker.name, worker.device) from cause

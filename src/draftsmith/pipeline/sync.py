@@ -32,7 +32,7 @@ class Exchange:
         across: replica → what adds a tensor of its device up over the ranks, in place; None where there is one rank.
 
     Attributes:
-        updates: of the replicas.
+        updates, stop: as given.
         still: whoever holds this lock finds masters and optimizer state between two updates, on the host's side.
         done: updates that are complete.
 
@@ -43,7 +43,7 @@ class Exchange:
     def __init__(
         self, updates: list[ReplicaUpdate], stop: Stop, across: Callable[[int], Across | None] = lambda _index: None
     ) -> None:
-        self.updates = updates
+        self.updates, self.stop = updates, stop
         self._across = [across(index) for index in range(len(updates))]
         self.still = threading.Lock()
         self.done = 0

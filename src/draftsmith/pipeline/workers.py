@@ -233,6 +233,7 @@ class DrafterWorker(Worker):
                     total, norm = self.exchange.update(self.index, sums, self.progress.lr_factor(update))
                     self.pace.extend()
             if self.index == 0:
+                self.compiling.tell_late()
                 self.progress.stepped(update, total, norm)
             if self.sequence.evaluates_after(update):  # also where none of the held-out rows is this rank's
                 total = self.exchange.total(self.index, self._rows(evaluate, learn=False))
@@ -246,7 +247,8 @@ class DrafterWorker(Worker):
             if end:
                 break
         if self.index == 0:
-            self.progress.finish()
+            self.compiling.tell_late()
+            self.progress.flush()
             self.stop.set()
 
     def _rows(self, jobs: list[Job], *, learn: bool) -> Sums:
