@@ -215,6 +215,7 @@ def test_every_wrong_key_is_counted() -> None:
         ("rows", {"length": 8}, "rows.length: Input should be greater than or equal to 16"),
         ("rows", {"anchors": 0}, "rows.anchors: Input should be greater than or equal to 1"),
         ("rows", 7, "rows: Input should be a section of keys and values"),
+        ("target", "demo", "target: Input should be a section of keys and values (write the model as target.path)"),
         ("pipeline", {"targets": None}, "pipeline.targets: Input should be a list"),
         ("anchors", {"per_document": 3}, "anchors.per_document: Input should be a section of keys and values"),
         (

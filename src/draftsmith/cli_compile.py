@@ -21,6 +21,14 @@ MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Th
 MIB = 2**20
 
 
+def _say_if_runs_look_elsewhere() -> None:
+    from draftsmith.compiled import cache
+
+    if not cache.may_choose():
+        named = cache.inductor_folder()
+        print(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache", file=sys.stderr)
+
+
 @compile_app.command()
 def warm(
     config: Config,
@@ -33,6 +41,7 @@ def warm(
     settings = load_config(config)
     from draftsmith.pipeline.compile_commands import warm as run
 
+    _say_if_runs_look_elsewhere()
     result = run(settings, lambda text: print(text, file=sys.stderr, flush=True), again=again)
     size = sum(result["bytes"].values()) / MIB
     lines = [f"{result['coverage']}, {size:.1f} MiB in {result['folder']}"]
@@ -101,6 +110,7 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
     lines.append(f"{extensions['folder']}: {extensions['bytes'] / MIB:.1f} MiB (torch extensions)")
     if "config" in result:
         lines.append(f"for this config: {result['config']['coverage']}")
+        _say_if_runs_look_elsewhere()
     tell(lines, result, json_)
     return 0
 
@@ -116,6 +126,7 @@ def verify(config: Config, json_: Json = False) -> int:
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
     plan = plan_of(settings)
+    _say_if_runs_look_elsewhere()
     folder = cache_folder(plan)
     problems = cache.verify(folder, machine_facts())
     covered = cache.coverage(folder, needs(plan))
@@ -156,6 +167,7 @@ def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
     plan = plan_of(settings)
+    _say_if_runs_look_elsewhere()
     folder, needed = cache_folder(plan), needs(plan)
     with cache_refusals():
         archives.unpack(archive, folder, machine_facts(), needed)

@@ -569,6 +569,8 @@ def _problem(key: str, errors: list[ErrorDetails]) -> _Problem:
         return _Problem(key, kind, f"key {key!r} is missing")
     if kind == "no_data":
         return _Problem(key, kind, f"{key} is empty", "name a file, folder or dataset")
+    if key == "target" and kind == "model_type":
+        return _Problem(key, kind, f"{key}: {_IN_YAML[kind]}", "write the model as target.path")
     first, *others = (_IN_YAML.get(each["type"], each["msg"]).removeprefix("Value error, ") for each in errors)
     message = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     return _Problem(key, kind, f"{key + ': ' if key else ''}{message}")

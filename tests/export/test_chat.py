@@ -103,6 +103,22 @@ def test_commands_of_a_conversation(target: Target, drafter: DraftModel) -> None
     assert said.count(" tok/s") == 3
 
 
+def test_ctrl_c_at_the_prompt_loses_no_conversation(target: Target, drafter: DraftModel) -> None:
+    screen = io.StringIO()
+    chat = Chat(target, drafter, max_new_tokens=6)
+    asked = iter(["fox", KeyboardInterrupt(), "dog", EOFError()])
+
+    def ask() -> str:
+        said = next(asked)
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    assert converse(chat, target, Console(file=screen, width=200), ask) == 2
+    assert len(chat.messages) == 4
+    assert "/quit or Ctrl-D ends" in screen.getvalue()
+
+
 def test_what_is_wrong_with_a_command_is_said_and_changes_nothing(
     target: Target, drafter: DraftModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_step_line_tells_everything_it_has() -> None:
     event = step(7, loss=2.3456, tau_proxy=1.918, tokens_per_second=21_540.0, data_wait=0.034, eta_seconds=185.2)
     assert step_line(event) == "step 7/100 · loss 2.346 · τ proxy 1.92 · 21.5k tok/s · data-wait 3% · ETA 3:05"
     assert step_line({"kind": "step", "step": 7}) == "step 7"
+    assert step_line({"kind": "step", "unit": "conversation", "step": 23552}) == "23,552 conversations"
     assert step_line(step(7, loss="nan")) == "step 7/100 · loss nan"
 
 

@@ -172,7 +172,10 @@ def test_comparing_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_runs_are_named_by_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(tmp_path / place) for place in ("a/run", "b/run", "b/other")]
     page = write_report(runs, tmp_path / "r.html")
-    assert "a/run against b/run against other" in Reader(page.read_text()).text
+    text = page.read_text()
+    assert "a/run against b/run against other" in Reader(text).text
+    assert "<thead><tr><th></th><th>a/run</th><th>b/run</th><th>other</th></tr></thead>" in text
+    assert "The configs of a/run and other are equal." in Reader(text).text
     assert {trace["name"] for trace in figures_in(page)["lr"]["data"]} == {"a/run", "b/run", "other"}
     monkeypatch.chdir(runs[0])
     assert main(["report", "."]) == 0

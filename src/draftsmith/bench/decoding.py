@@ -187,6 +187,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     for task in result["tasks"]:
         shares = task["accept_by_slot"]
         panels[0].plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=task["task"])
+    panels[0].locator_params(axis="x", integer=True)
     panels[0].set(xlabel="slot", ylabel="share of blocks accepted so far", ylim=(0, 1), title="acceptance by position")
     panels[0].legend(frameon=False, fontsize=8)
     names = [task["task"] for task in result["tasks"]]

@@ -108,6 +108,8 @@ class LiveLine:
 def step_line(event: Event) -> str:
     """One "step" event as a line; what the event lacks is left out."""
     unit = event.get("unit", "step")  # data generation counts answers
+    if "unit" in event and not event.get("steps"):
+        return f"{event['step']:,} {unit}s"  # what is read, and nobody knows of how many
     parts = [f"{unit} {event['step']}/{event['steps']}" if event.get("steps") else f"{unit} {event['step']}"]
     if event.get("loss") is not None:
         parts.append(f"loss {float(event['loss']):.3f}")

@@ -25,7 +25,7 @@ main { max-width: 1240px; margin: 0 auto; padding: 16px }
 h1 { font-size: 1.5rem; margin: .2em 0; overflow-wrap: anywhere }
 h2 { font-size: 1.15rem; margin: 2em 0 .6em; padding-bottom: .2em; border-bottom: 1px solid var(--rule) }
 h3 { font-size: 1rem; margin: 0 }
-nav a { margin-right: 1em; color: var(--link) }
+nav a { margin-right: 1em; white-space: nowrap; color: var(--link) }
 p, figcaption { color: var(--faint); margin: .3em 0 }
 .figures { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)) }
 figure { margin: 0; min-width: 0; padding: 12px; border: 1px solid var(--rule); border-radius: 8px;
@@ -81,7 +81,7 @@ def page(title: str, sections: Iterable[tuple[str, str, str]], figures: Sequence
     from plotly.offline import get_plotlyjs
 
     kept = [section for section in sections if section[2]]
-    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in kept)
+    links = " ".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in kept)
     body = "".join(f'<section id="{name}"><h2>{escape(heading)}</h2>{text}</section>' for name, heading, text in kept)
     data = [{"id": name, **figure.to_plotly_json()} for name, figure in figures]
     return (

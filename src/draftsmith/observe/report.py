@@ -114,7 +114,7 @@ def _summary(runs: Sequence[History], states: Sequence[Status]) -> str:
     add("errors", [float(each["error_count"]) for each in facts], "{:.0f}".format)
     saved = [each["checkpoint"] or {"path": "none"} for each in facts]
     rows.append(["last checkpoint", *(Path(str(each["path"])).name for each in saved)])
-    head = ["", *(run.name for run in runs), "change"] if len(runs) == 2 else []
+    head = ["", *(run.name for run in runs), *(["change"] if len(runs) == 2 else [])] if len(runs) > 1 else []
     verdicts = ""
     for run, state in zip(runs, states, strict=True):
         name = f"{run.name}: " if len(runs) > 1 else ""
@@ -133,6 +133,7 @@ def _differences(runs: Sequence[History]) -> str:
     text = ""
     for other in runs[1:]:
         first = runs[0]
+        pair = f"{first.name} and {other.name}"
         configs = [flatten(run.files["run"].get("config") or {}) for run in (first, other)]
         changed = [
             [key, configs[0].get(key, ""), configs[1].get(key, "")]
@@ -140,9 +141,11 @@ def _differences(runs: Sequence[History]) -> str:
             if configs[0].get(key) != configs[1].get(key)
         ]
         head = ["config", first.name, other.name]
-        text += table(changed, head) or paragraph("The configs are equal.")
+        text += table(changed, head) or paragraph(f"The configs of {pair} are equal.")
         lines = environment_changes(first.folder, other.folder)
-        text += _listed("Environment", lines) if lines else paragraph("The environments are equal, or unknown.")
+        text += _listed(f"Environment of {pair}", lines) or paragraph(
+            f"The environments of {pair} are equal, or unknown."
+        )
         bests = [run.summary["best_rate"] for run in (first, other)]
         if all(bests):
             causes = causes_of(bests[0]["facts"], bests[1]["facts"])
