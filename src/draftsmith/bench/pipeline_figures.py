@@ -20,7 +20,7 @@ from draftsmith.bench.setting import GIB, Setting
 from draftsmith.bench.target import target_flops
 from draftsmith.bench.timing import Timing, matmul_ceiling
 from draftsmith.observe.events import Event
-from draftsmith.pipeline.clock import KINDS, between
+from draftsmith.pipeline.clock import between, shares_of
 from draftsmith.pipeline.costs import Costs, choose, seconds_per_update
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.plan import Plan
@@ -65,9 +65,8 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
     gaps = [1e3 * (late - early) for early, late in itertools.pairwise(ends)]
     rows = plan.sequence.own_rows * (last - first)
     shares = {
-        worker: {kind: round(grown[kind] / seconds, 4) for kind in KINDS}
+        worker: shares_of(between(watch.spent[first][worker], now), seconds)
         for worker, now in watch.spent[last].items()
-        for grown in [between(watch.spent[first][worker], now)]
     }
     topology = plan.topology
     cuda = [device for device in topology.devices if device.type == "cuda"]

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.observe.events import Event
-from draftsmith.pipeline.clock import KINDS, WorkerClock, between
+from draftsmith.pipeline.clock import WorkerClock, between, shares_of
 from draftsmith.pipeline.costs import Costs, Placement, choose, seconds_per_update
 from draftsmith.pipeline.topology import place
 
@@ -88,7 +88,7 @@ class Balance:
         costs = self.costs if self.costs is not None and self.costs.measured else self._own_costs(spent)
         shares = {
             name: {
-                **{kind: round(own[kind] / seconds, 4) for kind in KINDS},
+                **shares_of(own, seconds),
                 "rows": int(own["rows"]),
                 "row_ms": round(1e3 * (own["busy"] + own["interpreter"]) / max(1, own["rows"]), 3),
             }

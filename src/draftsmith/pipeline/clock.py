@@ -155,6 +155,12 @@ def between(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
     return {what: max(0.0, value - before.get(what, 0.0)) for what, value in after.items()}
 
 
+def shares_of(grown: dict[str, float], seconds: float) -> dict[str, float]:
+    """What `between` found as shares of the time between the two readings, kind by kind; 1 at most, since clocks and
+    time are not read at the very same moment."""
+    return {kind: round(min(1.0, grown[kind] / seconds), 4) for kind in KINDS}
+
+
 def _thread_use() -> tuple[int, float]:
     """(times that this thread went to sleep, seconds that it was on a core)."""
     used = resource.getrusage(resource.RUSAGE_THREAD)

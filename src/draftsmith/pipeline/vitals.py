@@ -23,7 +23,7 @@ import torch
 from draftsmith.observe.devices import DeviceProbe, host_facts
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.balance import Balance
-from draftsmith.pipeline.clock import WorkerClock, between
+from draftsmith.pipeline.clock import WorkerClock, between, shares_of
 from draftsmith.pipeline.interpreter import InterpreterProbe
 from draftsmith.pipeline.link import Link
 
@@ -130,8 +130,7 @@ class Vitals:
         workers: dict[str, dict[str, float]] = {}
         for clock in self._clocks:
             spent = clock.totals()
-            grown = between(self._before.get(clock.worker, {}), spent)
-            workers[clock.worker] = {what: round(min(1.0, value / seconds), 4) for what, value in grown.items()}
+            workers[clock.worker] = shares_of(between(self._before.get(clock.worker, {}), spent), seconds)
             self._before[clock.worker] = spent
         self._before_at = now
         devices = {each["device"]: each for each in (probe.sample() if probe is not None else [])}
