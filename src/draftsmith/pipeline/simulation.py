@@ -177,6 +177,9 @@ class _NothingToCompile:
     def around(self, _index: int, _update: int) -> Iterator[None]:
         yield
 
+    def tell_late(self) -> None:
+        """Nothing has compiled."""
+
 
 def simulate(
     costs: Costs, targets: int, drafters: int, rows: int, queue: int, updates: int, *, sleeping: bool = False
