@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli import main
+from draftsmith.cli_options import target_config
 from draftsmith.config import load_config, parse_config
 from draftsmith.data.corpus import read_template
 from draftsmith.data.places import find_files
@@ -73,10 +74,14 @@ def test_a_config_knows_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [config.target.path, config.target.features, *entries, config.data.chat_template, config.data.cache]
     given += [config.drafter.init, config.training.output, config.decoding.prompts]
     assert given == [f"/home/me/{name}" for name in ("t", "f", "a*.jsonl", "b", "c", "d", "i", "o", "p")]
-    for path in ("~nobody-has-this-name/x", ""):
-        with pytest.raises(UserError, match=r"no such user's home|an empty path"):
-            parse_config({**MINIMAL, "target": {"path": path}})
-        with pytest.raises(UserError, match=r"no such user's home|an empty path"):
+    for path, said in (("~nobody-has-this-name/x", "no such user's home"), ("", "empty")):
+        for key in ("target.path", "training.output"):
+            section, name = key.split(".")
+            with pytest.raises(UserError, match=f"{key}: .*{said}"):
+                parse_config({**MINIMAL, section: {name: path}})
+        with pytest.raises(UserError, match=f"^--target: .*{said}"):
+            target_config(path)
+        with pytest.raises(UserError, match=said):
             fetch(path)
 
 

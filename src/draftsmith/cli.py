@@ -147,7 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _refuse(f"{where}: torch cannot make that folder: {why} (name one that you may write, or none)")
         if error.filename is None or error.errno not in _REFUSED:
             raise
-        return _refuse(f"{error.filename}: cannot be used: {error.strerror}")
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))  # such as the worker
+        return _refuse(f"{error.filename}: cannot be used: {error.strerror}{notes}")
     except (RuntimeError, MemoryError) as error:
         from draftsmith.pipeline.out_of_memory import asked_for, is_out_of_memory
 

@@ -21,11 +21,11 @@ MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Th
 MIB = 2**20
 
 
-def _say_if_runs_look_elsewhere() -> None:
+def _say_if_runs_look_elsewhere(folder: Path) -> None:
     from draftsmith.compiled import cache
 
-    if not cache.may_choose():
-        named = cache.inductor_folder()
+    named = cache.inductor_folder()
+    if not cache.may_choose() and named.resolve() != folder.resolve():
         print(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache", file=sys.stderr)
 
 
@@ -41,8 +41,8 @@ def warm(
     settings = load_config(config)
     from draftsmith.pipeline.compile_commands import warm as run
 
-    _say_if_runs_look_elsewhere()
     result = run(settings, lambda text: print(text, file=sys.stderr, flush=True), again=again)
+    _say_if_runs_look_elsewhere(Path(result["folder"]))
     size = sum(result["bytes"].values()) / MIB
     lines = [f"{result['coverage']}, {size:.1f} MiB in {result['folder']}"]
     if result["filled"]:
@@ -110,7 +110,8 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
     lines.append(f"{extensions['folder']}: {extensions['bytes'] / MIB:.1f} MiB (torch extensions)")
     if "config" in result:
         lines.append(f"for this config: {result['config']['coverage']}")
-        _say_if_runs_look_elsewhere()
+        if result["config"]["folder"] is not None:
+            _say_if_runs_look_elsewhere(Path(result["config"]["folder"]))
     tell(lines, result, json_)
     return 0
 
@@ -126,8 +127,8 @@ def verify(config: Config, json_: Json = False) -> int:
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
     plan = plan_of(settings)
-    _say_if_runs_look_elsewhere()
     folder = cache_folder(plan)
+    _say_if_runs_look_elsewhere(folder)
     problems = cache.verify(folder, machine_facts())
     covered = cache.coverage(folder, needs(plan))
     lines = [f"{folder}: {covered.line()}", *problems]
@@ -167,8 +168,8 @@ def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
     plan = plan_of(settings)
-    _say_if_runs_look_elsewhere()
     folder, needed = cache_folder(plan), needs(plan)
+    _say_if_runs_look_elsewhere(folder)
     with cache_refusals():
         archives.unpack(archive, folder, machine_facts(), needed)
     covered = cache.coverage(folder, needed).line()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from draftsmith.errors import UserError, need_file
+from draftsmith.errors import UserError, at_home, need_file
 
 if TYPE_CHECKING:
     from draftsmith.config import TargetConfig
@@ -147,9 +147,17 @@ def need_prompts(path: Path) -> None:
 def target_config(
     path: str, gguf_file: str | None = None, dtype: DTypeName = "auto", trust_remote_code: bool = False
 ) -> TargetConfig:
-    """The target that these options name."""
+    """The target that these options name.
+
+    Raises:
+        UserError: an empty path, or one that begins with the home of nobody.
+    """
     from draftsmith.config import TargetConfig
 
+    try:
+        path = at_home(path)
+    except UserError as error:
+        raise UserError(str(error), where="--target") from None
     return TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

@@ -36,7 +36,16 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from draftsmith.errors import UserError, at_home, need_file, reason_of
 
 DType = Literal["float32", "bfloat16"]
-Place = Annotated[str, Field(min_length=1), AfterValidator(at_home)]  # a file, a folder, or a name of the hub
+
+
+def _at_home(path: str) -> str:
+    try:
+        return at_home(path)
+    except UserError as error:
+        raise ValueError(str(error)) from None  # so that the line names the key
+
+
+Place = Annotated[str, Field(min_length=1), AfterValidator(_at_home)]  # a file, a folder, or a name of the hub
 
 
 def _leaves(annotation: object) -> Iterator[object]:
@@ -83,9 +92,7 @@ class Section(BaseModel):
 class TargetConfig(Section):
     """The frozen model that is to be drafted for."""
 
-    path: Annotated[str, AfterValidator(at_home)] = Field(
-        description="directory, hub name, .gguf file, or 'demo' for the embedded target"
-    )
+    path: Place = Field(description="directory, hub name, .gguf file, or 'demo' for the embedded target")
     gguf_file: str | None = Field(
         None, description="name of the GGUF file inside `path`, if it is a directory or hub name"
     )

@@ -107,6 +107,9 @@ def test_it_is_said_that_runs_look_elsewhere(compiled_run, processes, caches, tm
     for command in ("verify", "show"):
         assert main(["compile", "cache", command, config]) == 0
         assert said in capsys.readouterr().err
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(compile_commands.plan_of(compiled_run))))
+    assert main(["compile", "cache", "show", config]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_pack_overwrites_nothing(compiled_run, processes, caches, tmp_path, capsys):

@@ -13,6 +13,7 @@ import torch
 import draftsmith.pipeline.compiling as compiling
 from draftsmith.blocks import make_draft_batch
 from draftsmith.compiled import Gate
+from draftsmith.compiled.aside import aside_of
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
 from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
@@ -259,6 +260,16 @@ def test_a_ledger_that_cannot_be_written_does_not_end_the_run(tiny_run, monkeypa
     assert result.step == 3
     said = [event["text"] for event in events(result.folder, "notice")]
     assert "the ledger cannot be written: [Errno 28] No space left on device" in said
+
+
+def test_what_a_killed_writer_left_of_a_ledger_goes(tiny_run):
+    config = tiny_run("killed", **SMALL | {"training": SMALL["training"] | {"save_every": 1}})
+    folder = train(config, max_minutes=1e-9).folder
+    left = aside_of(folder / "ledger.json")
+    left.write_text("half of it")
+    train(config, resume=True)
+    assert not left.exists()
+    assert json.loads((folder / "ledger.json").read_text())["entries"]
 
 
 def test_a_run_says_that_the_environment_names_the_compile_cache(tiny_run, traced, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from draftsmith.bench.timing import host_milliseconds, measure
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 from draftsmith.config import OptimizerConfig
+from draftsmith.errors import first_line
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.sync import Exchange
 from draftsmith.target import fp8
@@ -61,7 +62,7 @@ def host_waits(work: Callable[[], object], device: torch.device) -> list[str]:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        return [f"{str(error).splitlines()[0]} {_place(traceback.extract_tb(error.__traceback__))}"]
+        return [f"{first_line(error)} {_place(traceback.extract_tb(error.__traceback__))}"]
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return []

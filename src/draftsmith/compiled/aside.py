@@ -10,7 +10,7 @@ from pathlib import Path
 
 def aside_of(file: Path) -> Path:
     """Where a file is written before it is renamed; a new name at each call, so writers at once do not meet."""
-    return file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    return file.with_name(f".{file.name}.{secrets.token_hex(4)}.new")
 
 
 def write_aside(file: Path, text: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.compiling import COMPILER
 from draftsmith.pipeline.plan import read_spec_to_start_from, resolve_attention
 from draftsmith.target import fp8
@@ -151,8 +151,7 @@ def compiles(device: torch.device) -> str:
             verdict = evidence.end(0)
         return "" if verdict.ok else f"{verdict.problems[0]} ({_torch.why_nothing_compiles()})"
     except Exception as error:  # whatever torch raises is the finding
-        first = str(error).splitlines()[0] if str(error) else ""
-        return _torch.why_it_failed(error) or f"{type(error).__name__}: {first}"
+        return _torch.why_it_failed(error) or f"{type(error).__name__}: {first_line(error)}"
     finally:
         gate.close()
 
@@ -178,8 +177,7 @@ def linear_attention(text: Any, device: torch.device, count: int) -> list[Findin
         tokens = torch.zeros(1, 128, dtype=torch.long, device=device)
         entered = modules_entered(lambda: model(tokens, use_cache=False))
     except Exception as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        text_ = f"a tiny {text.model_type} does not run on {device}: {problem}"
+        text_ = f"a tiny {text.model_type} does not run on {device}: {first_line(error)}"
         return [Finding("target layers", "bad", text_, "pip install --upgrade transformers")]
     return [_linear_finding(kernel, text, device, count, entered, model) for kernel in KERNELS]
 
@@ -279,5 +277,5 @@ def _import_problem(module: str) -> str:
     try:
         __import__(module)
     except Exception as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     return ""

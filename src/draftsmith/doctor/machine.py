@@ -17,6 +17,7 @@ from draftsmith.compiled.machine import driver
 from draftsmith.compiled.machine import environment as may_change_compiling
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
+from draftsmith.errors import first_line
 
 GIB = 2**30
 DISK_GIB = 5.0  # below this a checkpoint or a cache may not fit
@@ -96,7 +97,7 @@ def _gpus(config: RunConfig | None) -> Iterator[Finding]:
             free, total = torch.cuda.mem_get_info(index)
         except RuntimeError as error:  # the driver counts it, and CUDA does not start
             mend = f"a driver for CUDA {torch.version.cuda}, or a restart of the machine: nvidia-smi says which it has"
-            yield Finding("gpu", "bad", f"cuda:{index} cannot be used: {str(error).splitlines()[0]}", mend)
+            yield Finding("gpu", "bad", f"cuda:{index} cannot be used: {first_line(error)}", mend)
             return
         major, minor = torch.cuda.get_device_capability(index)
         text = f"cuda:{index} {torch.cuda.get_device_name(index)} sm_{major}{minor}, {free / GIB:.1f} of "

@@ -147,16 +147,8 @@ def check_data(
         report.incidents.write(incidents)
     every = max(1, report.conversations // GUESSES)
     check.survey = survey(read_conversations((*config.data.train, *config.data.held_out)), every)
-    check.notes += [
-        f"{count:,} answers have a thought in {key!r}, which the chat template does not write: it is not taught"
-        for key, count in check.survey.thought_fields.items()
-        if not tokeniser.writes_thought(key)
-    ]
-    if check.survey.with_tools and not tokeniser.writes_tools():
-        check.notes.append(
-            f"{check.survey.with_tools:,} conversations bring tools, which the chat template does not write: their "
-            "answers are taught as if there were none"
-        )
+    if tokeniser is not None:
+        check.notes += _left_out(tokeniser, check.survey)
     if report.max_token_id >= geometry.vocab_rows:
         check.failures.append(
             f"the data holds token {report.max_token_id}, the target has {geometry.vocab_rows} embedding rows: "
@@ -176,6 +168,21 @@ def check_data(
         check.score = score_rows(load(), rows, sample_tokens, lambda done: progress("token", done))
         _judge_score(check)
     return check
+
+
+def _left_out(tokeniser: Tokeniser, found: Survey) -> list[str]:
+    """What conversations bring and the chat template does not write."""
+    notes = [
+        f"{count:,} answers have a thought in {key!r}, which the chat template does not write: it is not taught"
+        for key, count in found.thought_fields.items()
+        if not tokeniser.writes_thought(key)
+    ]
+    if found.with_tools and not tokeniser.writes_tools():
+        notes.append(
+            f"{found.with_tools:,} conversations bring tools, which the chat template does not write: their answers "
+            "are taught as if there were none"
+        )
+    return notes
 
 
 def _judge_report(check: DataCheck, config: RunConfig, report: DataReport, block_size: int) -> None:
@@ -237,13 +244,14 @@ def _judge_score(check: DataCheck) -> None:
         check.notes.append("the target would say most of this otherwise: draftsmith data regenerate lets it answer")
 
 
-def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> Tokeniser:
+def _describe_template(check: DataCheck, config: RunConfig, tokenizer: Any) -> Tokeniser | None:
+    """What writes the conversations; None without a chat template."""
     tokeniser = make_tokeniser(config.data, tokenizer, read_stop_ids(config.target, tokenizer))
     own = getattr(tokenizer, "chat_template", None)
     used = tokeniser.template or own
     if not used:
         check.template = "no chat template: only plain text can be learnt"
-        return tokeniser
+        return None
     check.template_is_tokenizers = own is not None and fingerprint_text(used) == fingerprint_text(own)
     name = config.data.chat_template or "the tokenizer's own"
     check.template = f"chat template: {name}, fingerprint {fingerprint_text(used)}"

@@ -43,12 +43,21 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
         UserError: it cannot be written; what was there stays.
     """
     try:
-        for left in asides(path):  # this process holds the folder
-            left.unlink(missing_ok=True)
+        remove_left(path)
         with written_aside(path) as file:
             file.write(json.dumps(content, indent=1, default=str) + "\n")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
+
+
+def remove_left(path: Path) -> None:
+    """Removes what writers of a file left behind when they were killed; only for who holds the folder.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for left in asides(path):
+        left.unlink(missing_ok=True)
 
 
 def packages() -> dict[str, str]:
