@@ -143,8 +143,9 @@ def wait(child: int, seconds: float = SLOWEST_SECONDS) -> int:
         time.sleep(0.005)
 
 
-def train_and_tell(config: RunConfig, resume: bool = False) -> None:
-    """Trains, and writes down what every row was made of; works in a child, whose modules are its own."""
+def train_and_tell(config: RunConfig, resume: bool = False, behind: Path | None = None) -> None:
+    """Trains, and writes down what every row was made of; works in a child, whose modules are its own. No row is made
+    before the file `behind` is there."""
     real = assemble.batch_maker
     path = Path(config.training.output).with_suffix(f".{ROWS}")
 
@@ -152,6 +153,8 @@ def train_and_tell(config: RunConfig, resume: bool = False) -> None:
         make = real(*arguments, **named)
 
         def told(job: Job) -> tuple[Row, DraftBatch]:
+            while behind is not None and not behind.exists():
+                time.sleep(0.01)
             row, batch = make(job)
             if job.learn:
                 made = (row.tokens_S, row.document_S, batch.anchors_N, batch.valid_N, batch.inputs_Q, batch.labels_MC)
@@ -259,11 +262,13 @@ def compare(folder: Path, found: Facts, expected: Facts, tolerance: float) -> li
 
 def refuses_a_second(folder: Path, config: RunConfig) -> bool:
     """Does the undisturbed run; whether a second process is refused meanwhile."""
-    first = fork(lambda: train_and_tell(config))
+    answered = folder / "answered"  # else the first run, which takes less than a second, may be over by then
+    first = fork(lambda: train_and_tell(config, behind=answered))
     while not (folder / "first" / "events.jsonl").exists():
         time.sleep(0.01)
     second = fork(lambda: run.train(config, resume=True))
     refused = wait(second) == 2
+    answered.touch()
     assert wait(first) == 0, "the undisturbed run failed"
     return refused
 
