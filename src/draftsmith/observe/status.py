@@ -122,7 +122,9 @@ class Status:
         at_least = "at least " if summary["partial"] else ""
         for name, word in (("errors", "error"), ("notices", "note")):
             entries = sorted(summary[name].values(), key=lambda each: each.get("time") or 0)[-6:]
-            rows += [(word, f"{at_least}{each['count']} x {each['text']} ({_ago(each, now)})") for each in entries]
+            for each in entries:
+                times = f"{at_least}{each['count']} x " if at_least or each["count"] > 1 else ""
+                rows.append((word, f"{times}{each['text']} ({_ago(each, now)})"))
         if summary["malformed"]:
             rows.append(("note", f"{at_least}{summary['malformed']} malformed events in the log are left out"))
         rows += [("PROBLEM", problem) for problem in self.problems]

@@ -216,7 +216,7 @@ def _cpu_threads(topology: Topology, log: EventLog) -> Iterator[None]:
     before = torch.get_num_threads()
     if workers:
         torch.set_num_threads(topology.cpu_threads)
-        log.write("notice", text=f"{torch.get_num_threads()} CPU threads for each of {workers} workers on the CPU")
+        log.write("notice", text=f"CPU threads for each of the {workers} workers on the CPU: {torch.get_num_threads()}")
     try:
         yield
     finally:
