@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_existing, refuse_given, tell
-from draftsmith.errors import UserError, need_file
+from draftsmith.errors import UserError, need_file, reason_of
 
 if TYPE_CHECKING:
     from draftsmith.config import TargetConfig
@@ -302,7 +302,7 @@ def _write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise UserError("exists already", where=str(path), fix="name another file, or remove it") from None
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
 def _load(config: TargetConfig, device: str) -> Target:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from draftsmith.errors import UserError, at_home, need_file
+from draftsmith.errors import UserError, at_home, need_file, reason_of
 
 if TYPE_CHECKING:
     from draftsmith.config import TargetConfig
@@ -57,7 +57,7 @@ class OutputLost(UserError):
     """What a command prints cannot be written, for one because the disk is full."""
 
     def __init__(self, error: OSError) -> None:
-        super().__init__(f"cannot be written: {error.strerror or error}", where="output")
+        super().__init__(f"cannot be written: {reason_of(error)}", where="output")
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def need_file(path: str | Path, what: str, fix: str = "") -> None:
     except FileNotFoundError:
         raise UserError(f"no such {what}", where=str(path), fix=fix) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     if stat.S_ISDIR(mode):
         raise UserError(f"is a folder, not a {what}", where=str(path), fix=fix)
 

@@ -286,7 +286,7 @@ def test_a_plan_refuses_what_a_start_would(tiny_run: Any, tmp_path: Path, capsys
 
 
 def test_a_manifest_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json.new").mkdir()
+    (tmp_path / "manifest.json").mkdir()
     with pytest.raises(UserError, match=r"manifest\.json: cannot be written: "):
         features_room._write_manifest(tmp_path, {})
 

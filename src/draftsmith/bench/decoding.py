@@ -26,7 +26,7 @@ from draftsmith.decode.proposers import DrafterProposer, GreedyProposer, Propose
 from draftsmith.decode.rounds import answer_limit, stop_ids_of
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.speculative import Decoded, StaticRounds, decode
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 
 SAMPLE = 8  # prompts at each block size and context
 CONTEXT_ANSWER = 64  # tokens decoded behind each context
@@ -168,7 +168,7 @@ def check_picture(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:

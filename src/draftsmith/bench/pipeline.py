@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.geometry import kinds_of, twin
-from draftsmith.bench.pipeline_figures import Watch, arithmetic, figures, predicted
+from draftsmith.bench.pipeline_figures import Watch, figures, predicted, row_arithmetic
 from draftsmith.bench.pipeline_trace import KERNELS, read_trace, trace
 from draftsmith.bench.random_target import model_config, random_target
 from draftsmith.bench.setting import Setting
@@ -172,7 +172,7 @@ def bench_pipeline(bench: PipelineSetting) -> dict[str, Any]:
             result = _run(bench, plan, gate, targets, replicas, updates, Path(scratch))
             result["load_seconds"] = round(ready, 2)
             result["shape"]["documents"] = bench.setting.documents
-            result |= arithmetic(bench.setting, plan, result["ms_per_row"])
+            result |= row_arithmetic(bench.setting, plan, result["ms_per_row"])
             if plan.topology.choices:
                 result["auto"] = plan.topology.reason
                 error = plan.topology.choices[0].tokens_per_second / result["tokens_per_second"] - 1

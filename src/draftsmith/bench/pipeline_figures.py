@@ -6,7 +6,6 @@ Figures are taken between the updates that fill the queues and the last one, fro
 from __future__ import annotations
 
 import itertools
-import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.parts import draft_flops
-from draftsmith.bench.setting import GIB, Setting
+from draftsmith.bench.setting import GIB, Setting, arithmetic, process_gib
 from draftsmith.bench.target import target_flops
 from draftsmith.bench.timing import Timing, matmul_ceiling
 from draftsmith.observe.events import Event
@@ -87,11 +86,11 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
         },
         "workers": shares,
         "peak_gib": {str(device): torch.cuda.max_memory_allocated(device) / GIB for device in cuda},
-        **({} if cuda else {"process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}),
+        **({} if cuda else {"process_gib": process_gib()}),
     }  # fmt: skip
 
 
-def arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, float]:
+def row_arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, float]:
     """What a row's features and draft step ask for against the matmul ceiling of all devices; updates do not count.
 
     Args:
@@ -104,14 +103,7 @@ def arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, flo
     flops = target_flops(setting.geometry, layers, setting.length, setting.documents)
     flops += sum(draft_flops(setting, setting.batch()).values())
     ceiling = matmul_ceiling(setting.device, setting.dtype) * len(set(plan.topology.devices))
-    rate = flops / (ms_per_row * 1e-3) / 1e12
-    return {
-        "tflop": flops / 1e12,
-        "tflop_per_second": rate,
-        "ceiling_tflop_per_second": ceiling,
-        "share_of_ceiling": rate / ceiling,
-        "floor_ms": flops / ceiling / 1e9,
-    }
+    return arithmetic(flops, ms_per_row, ceiling)
 
 
 def predicted(plan: Plan, costs: Costs, measured: float) -> dict[str, Any]:

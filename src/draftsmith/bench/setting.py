@@ -151,15 +151,24 @@ def result_of(name: str, setting: Setting, timing: Timing, flops: float | None, 
     if cuda:
         result["peak_gib"] = torch.cuda.max_memory_allocated(setting.device) / GIB
     else:
-        result["process_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        result["process_gib"] = process_gib()
     if flops is not None:
-        ceiling = matmul_ceiling(setting.device, setting.dtype)
-        rate = flops / (timing.median * 1e-3) / 1e12
-        result |= {
-            "tflop": flops / 1e12,
-            "tflop_per_second": rate,
-            "ceiling_tflop_per_second": ceiling,
-            "share_of_ceiling": rate / ceiling,
-            "floor_ms": flops / ceiling / 1e9,
-        }
+        result |= arithmetic(flops, timing.median, matmul_ceiling(setting.device, setting.dtype))
     return result | more
+
+
+def arithmetic(flops: float, milliseconds: float, ceiling: float) -> dict[str, float]:
+    """Work that took so long against what the matmul ceiling, in TFLOP/s, allows."""
+    rate = flops / (milliseconds * 1e-3) / 1e12
+    return {
+        "tflop": flops / 1e12,
+        "tflop_per_second": rate,
+        "ceiling_tflop_per_second": ceiling,
+        "share_of_ceiling": rate / ceiling,
+        "floor_ms": flops / ceiling / 1e9,
+    }
+
+
+def process_gib() -> float:
+    """The most that this process ever held in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.aside import written_aside
 
 REFUSED, TRUNCATED, UNTAUGHT = "refused", "truncated", "turn untaught"
@@ -86,7 +86,7 @@ class Incidents:
             with written_aside(Path(path)) as file:
                 file.writelines(json.dumps(incident._asdict()) + "\n" for incident in self)
         except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
+            raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
     def first(self, effect: str, reason: str) -> list[str]:
         """Places and details of the first few of a kind."""

@@ -48,7 +48,7 @@ from draftsmith.data.conversations import read_file
 from draftsmith.data.places import DataFile
 from draftsmith.data.report import REFUSED, UNTAUGHT
 from draftsmith.data.template import Tokenised, Tokeniser
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 
 OFF = "off"
 _BATCH = 512  # conversations tokenised at one time …
@@ -216,7 +216,7 @@ def hash_file(path: Path, name: str) -> str:
     except FileNotFoundError:
         raise UserError("no such data file", where=name, fix="check data.train and data.held_out") from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=name) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=name) from None
     return digest.hexdigest()
 
 
@@ -414,7 +414,7 @@ def _size(conversation: Conversation) -> int:
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"the cache of tokenised data cannot be written: {error.strerror or error}",
+        f"the cache of tokenised data cannot be written: {reason_of(error)}",
         where=str(folder),
         fix="set data.cache to another folder, or to off",
     )

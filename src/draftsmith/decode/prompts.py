@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations import ROLES
-from draftsmith.errors import UserError, need_file
+from draftsmith.errors import UserError, need_file, reason_of
 
 _LAYOUT = 'JSON lines of {"prompt": …} or {"messages": […]}, or plain lines'
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -88,7 +88,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 at byte {error.start + 1}", where=str(path)) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError("is empty: no prompt in it", where=str(path), fix=_LAYOUT)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
+from draftsmith.observe.aside import remove_left, written_aside
 
 Found = Callable[[dict[str, Any]], None]
 
@@ -104,9 +105,9 @@ def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path:
     """Writes down what the work is, or compares with what stands there."""
     facts = json.loads(json.dumps(facts))
     if not meta.exists():
-        aside = Path(f"{meta}.new")
-        aside.write_text(json.dumps({**facts, **noted}, indent=1), encoding="utf-8")
-        os.replace(aside, meta)
+        remove_left(meta)
+        with written_aside(meta) as file:
+            file.write(json.dumps({**facts, **noted}, indent=1))
         return
     try:
         there = json.loads(meta.read_text(encoding="utf-8"))
@@ -120,4 +121,4 @@ def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path:
 
 def unwritable(path: Path, error: OSError) -> UserError:
     """What a failing disk is to the user."""
-    return UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix="name another output")
+    return UserError(f"cannot be written: {reason_of(error)}", where=str(path), fix="name another output")

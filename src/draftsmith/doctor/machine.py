@@ -17,7 +17,7 @@ from draftsmith.compiled.machine import driver
 from draftsmith.compiled.machine import environment as may_change_compiling
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
-from draftsmith.errors import first_line
+from draftsmith.errors import first_line, reason_of
 
 GIB = 2**30
 DISK_GIB = 5.0  # below this a checkpoint or a cache may not fit
@@ -162,7 +162,7 @@ def _unwritable(place: Path) -> str:
         with tempfile.TemporaryFile(dir=_existing(place)):
             return ""
     except OSError as error:
-        return error.strerror or str(error)
+        return reason_of(error)
 
 
 def variables(environment: os._Environ[str] | dict[str, str], others: Iterable[str] = ()) -> list[Finding]:

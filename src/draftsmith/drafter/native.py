@@ -30,7 +30,7 @@ from draftsmith.drafter.config_fields import field_faults, without_nulls
 from draftsmith.drafter.model import DraftModel
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, zlab_fields
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.target.geometry import read_geometry
 from draftsmith.target.taps import choose_taps
 
@@ -177,7 +177,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(_why_no_drafter(folder), where=str(folder)) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"cannot be read: {reason_of(error)}", where=str(path)) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):

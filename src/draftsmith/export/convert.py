@@ -32,7 +32,7 @@ from draftsmith.drafter.native import (
 from draftsmith.drafter.native import spec_to_config as spec_to_zlab
 from draftsmith.drafter.spec import DrafterSpec
 from draftsmith.drafter.speculators_layout import TARGET_OWNED, is_speculators, spec_to_speculators
-from draftsmith.errors import UserError, what_is_at
+from draftsmith.errors import UserError, reason_of, what_is_at
 
 Layout = Literal["zlab", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("zlab", "speculators")
@@ -165,7 +165,7 @@ def convert_drafter(
             (aside / CARD).write_text(card(result), encoding="utf-8")
         os.replace(aside, output)
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}", where=str(output)) from None
+        raise UserError(f"cannot be written: {reason_of(error)}", where=str(output)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return result

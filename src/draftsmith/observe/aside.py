@@ -45,5 +45,15 @@ def asides(path: Path) -> list[Path]:
     return [each for each in path.parent.glob("*.new") if each.name.startswith(_prefix(path))]
 
 
+def remove_left(path: Path) -> None:
+    """Removes what writers of a file left behind when they were killed; only for who holds the folder.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for left in asides(path):
+        left.unlink(missing_ok=True)
+
+
 def _prefix(path: Path) -> str:
     return f".{path.name}."

@@ -42,6 +42,8 @@ class Curve:
 
     def drop_from(self, step: int) -> None:
         """Forgets this step and all behind it."""
+        if not self.steps or self.steps[-1] < step:
+            return
         place = bisect_left(self.steps, step)
         del self.steps[place:]
         for column in self.values.values():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.events import Event
 from draftsmith.observe.figures import smooth
 
@@ -62,7 +62,7 @@ def draw_run(events: Iterable[Event], path: str | Path, *, title: str = "", tau:
     try:
         figure.savefig(path)
     except OSError as error:
-        raise UserError(f"the picture cannot be written: {error.strerror or error}", where=str(path)) from None
+        raise UserError(f"the picture cannot be written: {reason_of(error)}", where=str(path)) from None
     return Path(path)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.aside import written_aside
 from draftsmith.observe.figures import figures_of
 from draftsmith.observe.history import History, flatten, names_of, previous_run, read_history
@@ -45,7 +45,7 @@ def write_report(folders: Sequence[str | Path], output: str | Path) -> Path:
             file.write(text)
     except OSError as error:
         raise UserError(
-            f"the report cannot be written: {error.strerror or error}",
+            f"the report cannot be written: {reason_of(error)}",
             where=str(path),
             fix="name a file elsewhere with --output",
         ) from None

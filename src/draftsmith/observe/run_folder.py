@@ -17,7 +17,7 @@ from typing import Any
 import draftsmith
 from draftsmith.config import RunConfig
 from draftsmith.errors import UserError, reason_of, what_is_at
-from draftsmith.observe.aside import asides, written_aside
+from draftsmith.observe.aside import asides, remove_left, written_aside
 from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
 
 _RUN_FILE = "run.json"
@@ -174,8 +174,7 @@ def _write_run_file(path: Path, config: RunConfig) -> None:
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "config": config.model_dump(mode="json"),
     }
-    for left in asides(path / _RUN_FILE):  # by one that was killed: we hold the lock
-        left.unlink()
+    remove_left(path / _RUN_FILE)
     with written_aside(path / _RUN_FILE) as file:
         json.dump(content, file, indent=1, ensure_ascii=False)
 
@@ -218,5 +217,5 @@ def _flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    problem = error.strerror or str(error)
+    problem = reason_of(error)
     return UserError(f"cannot be used as run folder: {problem}", where=str(path), fix=_OTHER_OUTPUT)

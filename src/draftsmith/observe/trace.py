@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError, what_is_at
+from draftsmith.errors import UserError, reason_of, what_is_at
 from draftsmith.observe.aside import written_aside
 from draftsmith.observe.events import read_events
 from draftsmith.observe.summary import MALFORMED, Event, number
@@ -59,7 +59,7 @@ def write_trace(folder: str | Path, output: str | Path, last: int = LAST) -> dic
             file.write("\n]}\n")
     except OSError as error:
         raise UserError(
-            f"the trace cannot be written: {error.strerror or error}",
+            f"the trace cannot be written: {reason_of(error)}",
             where=str(place),
             fix="name a file elsewhere with --trace",
         ) from None

@@ -40,6 +40,7 @@ from draftsmith.compiled.machine import facts
 from draftsmith.drafter.model import DraftModel, run_part
 from draftsmith.errors import UserError
 from draftsmith.objective.head_loss import chunk_terms
+from draftsmith.observe.aside import remove_left
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.plan import Plan
 from draftsmith.pipeline.proof import (
@@ -188,6 +189,9 @@ class Compiling:
         self.devices = plan.topology.drafters
         self.draft, self.first_update = draft, first_update
         self.ledger, self._path = Ledger(gate, machine_facts()), ledger
+        if ledger is not None:
+            with contextlib.suppress(OSError):  # as with all of it, the run is worth more
+                remove_left(ledger)
         self.targets = [each for each in targets if each.region.enabled]
         self.warm = WarmUp(gate, self.ledger, [str(device) for device in plan.topology.drafters], self._tell)
         self.ledger.watch(each.region for each in targets)

@@ -16,8 +16,8 @@ from typing import Any
 
 import draftsmith
 from draftsmith.compiled.machine import harmless_environment, source_hash
-from draftsmith.errors import UserError
-from draftsmith.observe.aside import asides, written_aside
+from draftsmith.errors import UserError, reason_of
+from draftsmith.observe.aside import remove_left, written_aside
 from draftsmith.pipeline.compiling import machine_facts
 
 SOURCES = Path(draftsmith.__file__).parent
@@ -47,17 +47,7 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
         with written_aside(path) as file:
             file.write(json.dumps(content, indent=1, default=str) + "\n")
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path)) from None
-
-
-def remove_left(path: Path) -> None:
-    """Removes what writers of a file left behind when they were killed; only for who holds the folder.
-
-    Raises:
-        OSError: one cannot be removed.
-    """
-    for left in asides(path):
-        left.unlink(missing_ok=True)
+        raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
 def packages() -> dict[str, str]:

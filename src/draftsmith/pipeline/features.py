@@ -49,6 +49,7 @@ from draftsmith.data.corpus import Corpus, make_tokeniser
 from draftsmith.data.tables import fingerprint_tokenizer
 from draftsmith.drafter import resolve_spec
 from draftsmith.errors import UserError, reason_of, what_is_at
+from draftsmith.observe.aside import written_aside
 from draftsmith.observe.events import Listener
 from draftsmith.pipeline.plan import read_spec_to_start_from
 from draftsmith.target.forward import Target
@@ -373,10 +374,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
     path = folder / "manifest.json"
-    new = folder / "manifest.json.new"
     try:
-        new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        new.rename(path)
+        with written_aside(path) as file:
+            file.write(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 

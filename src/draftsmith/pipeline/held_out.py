@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.decode.prompts import later_turns, read_prompts
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.events import EventLog
 from draftsmith.observe.summary import number
 from draftsmith.pipeline.plan import Plan
@@ -200,7 +200,7 @@ class HeldOut:
             aside.symlink_to(folder.name)
             os.replace(aside, link)
         except OSError as error:
-            self._log.write("notice", text=f"{link} could not be set: {error.strerror or error}")
+            self._log.write("notice", text=f"{link} could not be set: {reason_of(error)}")
 
     def _known_best(self) -> tuple[float, Path] | None:
         """The best of the run's earlier starts, if it is still there."""

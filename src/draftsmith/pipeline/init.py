@@ -22,7 +22,7 @@ from draftsmith.config import TargetConfig, load_config
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.places import find_files
 from draftsmith.data.template import Tokeniser
-from draftsmith.errors import UserError, what_is_at
+from draftsmith.errors import UserError, reason_of, what_is_at
 from draftsmith.objective.weights import default_gamma
 from draftsmith.target.geometry import TargetGeometry, read_geometry
 from draftsmith.target.load import load_tokenizer
@@ -85,7 +85,7 @@ def write_config(target: str, data: str, path: Path) -> Path:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}", where=where) from None
+        raise UserError(f"cannot be written: {reason_of(error)}", where=where) from None
     load_config(path)  # what init writes, train must take
     return path
 

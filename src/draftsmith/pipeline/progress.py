@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.config import RunConfig
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.objective import Sums
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.clock import WorkerClock
@@ -308,7 +308,7 @@ class Progress:
         except OSError as error:
             kept = f"the last one is {self.checkpoint}" if self.checkpoint else "there is no earlier one"
             raise UserError(
-                f"the checkpoint of step {step} could not be written: {error.strerror or error}; {kept}",
+                f"the checkpoint of step {step} could not be written: {reason_of(error)}; {kept}",
                 where=self.config.training.output,
             ) from None
 

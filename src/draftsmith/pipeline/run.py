@@ -26,7 +26,7 @@ from draftsmith.observe.run_folder import holds_run
 from draftsmith.pipeline.assemble import load_targets, make_replicas, make_workers
 from draftsmith.pipeline.balance import balance_of
 from draftsmith.pipeline.compiling import use_cache
-from draftsmith.pipeline.environment import environment_record, remove_left, write_record
+from draftsmith.pipeline.environment import environment_record, write_record
 from draftsmith.pipeline.held_out import HeldOut
 from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.measure import settle
@@ -192,8 +192,6 @@ def _train(plan: Plan, setting: _Setting, resume: bool) -> TrainResult:
     ranks.agree(must_agree(plan))
     log.write("plan", lines=plan.lines())
     if ranks.writes:
-        with suppress(OSError):  # as with all of the ledger, the run is worth more
-            remove_left(folder / "ledger.json")
         write_record(folder / "environment.json", environment_record())
         write_record(folder / "resolved.json", plan.to_json())
         if plan.corpus.report.incidents:

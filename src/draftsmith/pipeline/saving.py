@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.observe.events import EventLog
 from draftsmith.pipeline.hang import HungError
 from draftsmith.pipeline.link import Stop, Stopped
@@ -247,7 +247,7 @@ class Saver:
                 "error",
                 topic="checkpoint",
                 step=job.step,
-                text=f"the checkpoint of step {job.step} could not be written: {error.strerror or error}"
+                text=f"the checkpoint of step {job.step} could not be written: {reason_of(error)}"
                 + ("" if job.last else f"; training goes on, tried again in {pause:.0f} s"),
             )
             return
@@ -263,4 +263,4 @@ class Saver:
         try:
             self._written(job.step, folder)
         except OSError as error:
-            self._log.write("notice", text=f"an old checkpoint could not be removed: {error.strerror or error}")
+            self._log.write("notice", text=f"an old checkpoint could not be removed: {reason_of(error)}")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.blocks import Row
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.target.forward import Features, Target
 
 MOST = 448.0  # largest float8_e4m3fn
@@ -111,8 +111,8 @@ def missing(device: torch.device, dtype: torch.dtype) -> str:
     try:
         ours = RowwiseLinear(weight, None)(x)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"{torch.cuda.get_device_name(device)} with torch {torch.__version__} has no row-wise products: {why}"
+        card = torch.cuda.get_device_name(device)
+        return f"{card} with torch {torch.__version__} has no row-wise products: {first_line(error)}"
     error_ = float(relative_error(ours, x @ weight.mT))
     return "" if error_ < 0.1 else f"a small product comes out wrong by {error_:.0%}"
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import draftsmith
 from draftsmith.drafter import DrafterSpec
 from draftsmith.drafter.native import CONFIG, WEIGHTS, spec_to_config
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, reason_of
 from draftsmith.training.durable import Folder, Written, set_aside, sum_file, tensor_pieces
 from draftsmith.training.finite import broken_weights, first_not_finite
 
@@ -260,4 +260,4 @@ def _check_file(path: Path, expected: Written) -> None:
     except FileNotFoundError:
         raise UserError(f"{path.name} is missing", where=str(path.parent)) from None
     except OSError as error:
-        raise UserError(f"{path.name} is not readable: {error.strerror or error}", where=str(path.parent)) from None
+        raise UserError(f"{path.name} is not readable: {reason_of(error)}", where=str(path.parent)) from None
