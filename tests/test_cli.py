@@ -463,3 +463,22 @@ def test_a_file_of_ours_that_is_missing_is_no_error_of_the_users(monkeypatch: py
     monkeypatch.setattr("draftsmith.observe.status.read_status", miss)
     with pytest.raises(FileNotFoundError):
         cli.main(["status", "run"])
+
+
+def test_an_interrupt_ends_the_command_beside_threads_that_work_on() -> None:
+    """As a second Ctrl-C leaves them, whoever waited for them."""
+    script = """
+import sys, threading, time
+import draftsmith.observe.status as status
+from draftsmith.cli import main
+
+def interrupted(_run):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise KeyboardInterrupt
+
+status.read_status = interrupted
+sys.argv = ["draftsmith", "status", "run"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "draftsmith: interrupted\n")

@@ -14,6 +14,7 @@ import io
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,8 +119,12 @@ app.command()(chat)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Runs one command and returns the exit code.
+
+    Args:
+        arguments: none: those of this process, which is the command's alone and ends with it.
+    """
+    own, arguments = arguments is None, sys.argv[1:] if arguments is None else arguments
     _print_anything()
     try:
         code = app(args=arguments or ["--help"], prog_name="draftsmith", standalone_mode=False)
@@ -130,10 +135,16 @@ def main(arguments: list[str] | None = None) -> int:
         if _another_finds_it():
             return _leave_it_to_another()
         return _refuse(f"{error.format_message()} (draftsmith --help tells more)")  # type: ignore[attr-defined]
-    except _Interrupted as error:
-        return _say_who_ended_it(error.__cause__)
-    except (KeyboardInterrupt, typer.Abort) as error:
-        return _say_who_ended_it(error)
+    except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        code = _say_who_ended_it(error.__cause__ if isinstance(error, _Interrupted) else error)
+        if own and threading.active_count() > 1:
+            # A second Ctrl-C left threads at work. Python would wait for them, or pull the interpreter from under
+            # those that are in torch, which aborts.
+            if sys.stdout is not None:
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+            os._exit(code)
+        return code
     except _Closed:
         if not reader_left(sys.stdout) or reader_left(sys.stderr):  # another pipe, or the work's progress
             raise
