@@ -6,12 +6,13 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help demo test lint format wheel
+.PHONY: help demo test test-gpu lint format wheel
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a drafter for the embedded target and measure it (minutes, no GPU needed)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, on the CPU"
+	@echo "make test-gpu  run those that are about a GPU"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff mend what it can"
 	@echo "make wheel   build the wheel and the source archive into dist/"
@@ -22,6 +23,9 @@ demo: .venv/.ready
 # One thread per operator: the tests' tensors are small, and threads of their own are what the pipeline tests start.
 test: .venv/.ready-dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: .venv/.ready-dev
+	DRAFTSMITH_TEST_GPU=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

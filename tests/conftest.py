@@ -6,6 +6,9 @@ import os
 
 # Before anything imports the hub's client: a test that names a target which does not exist should not ask a hub for it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before torch looks: a machine's GPUs are for `make test-gpu`; everything else is about the CPU, whatever is there.
+if not os.environ.get("DRAFTSMITH_TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import json
 import random

@@ -62,6 +62,9 @@ Autotune = Annotated[
 CompileDrafter = Annotated[
     Literal["layers", "whole"], typer.Option(help="Of step and row: as compile.drafter of a run.")
 ]
+FlexBackend = Annotated[
+    Literal["triton", "flash"], typer.Option(help="Of step, row, pipeline: as compile.flex_backend of a run.")
+]
 
 # Decoding.
 TargetPath = Annotated[str | None, typer.Option(help="Of decode: directory, hub name, .gguf file, or 'demo'.")]
@@ -109,6 +112,7 @@ USED_BY: dict[str, frozenset[PartName]] = {
     "sequence": _PIPELINE,
     "autotune": frozenset(("step", "target", "row")),
     "compile_drafter": frozenset(("step", "row")),
+    "flex_backend": frozenset(("step", "row", "pipeline")),
     "runs": _TIMED,
     "against": _TIMED | _PIPELINE,
     "drafter": _DECODE,
@@ -146,6 +150,7 @@ def bench(
     sequence: Sequence = False,
     autotune: Autotune = False,
     compile_drafter: CompileDrafter = "layers",
+    flex_backend: FlexBackend = "triton",
     runs: Runs = None,
     against: Against = None,
     target: TargetPath = None,
@@ -181,15 +186,26 @@ def bench(
     }  # fmt: skip
     ways = {
         "precision": precision, "packing": packing, "autotune": autotune, "optimizer": optimizer, "rows": rows,
-        "compile_drafter": compile_drafter,
+        "compile_drafter": compile_drafter, "flex_backend": flex_backend,
     }  # fmt: skip
     from draftsmith.bench.results import read_result
 
     earlier = None if against is None else read_result(against, part)
     setting = _setting(geometry, device, sizes, ways)
     if setting.device.type != "cuda":
-        refuse_given(ctx, ("autotune", "compile_drafter"), "nothing is compiled on the CPU")
+        refuse_given(ctx, ("autotune", "compile_drafter", "flex_backend"), "nothing is compiled on the CPU")
+    if flex_backend == "flash":
+        _need_flash(setting)
     return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)
+
+
+def _need_flash(setting: Setting) -> None:
+    """Raises UserError where FlashAttention-4 cannot run."""
+    from draftsmith.drafter import flash
+
+    why = flash.missing(setting.device, setting.spec().head_dim, setting.dtype)
+    if why:
+        raise UserError(f"flash is not possible: {why}", where="--flex-backend", fix=flash.INSTALL)
 
 
 def _refuse_what_is_not_used(ctx: typer.Context, part: str) -> None:

@@ -347,6 +347,9 @@ class CompileConfig(Section):
     drafter: Literal["layers", "whole"] = Field(
         "layers", description="layers: one graph for equal layers, a fast start; whole: one graph of all, fewer calls"
     )
+    flex_backend: Literal["triton", "flash"] = Field(
+        "triton", description="flash: FlashAttention-4's kernels, faster for long documents; pip install flash-attn-4"
+    )
     on_recompile: Literal["error", "warn"] = "error"
     evidence: Literal["error", "warn", "off"] = Field(
         "error", description="profile a step now and then: what to do where the compiled kernels are not seen"
@@ -428,6 +431,8 @@ class RunConfig(Section):
             fields = type(getattr(self, section)).model_fields
             content[section] |= {name: fields[name].default for name in names}
         content["target"].pop("fp8_bound")
+        if content["compile"]["flex_backend"] == "triton":
+            content["compile"].pop("flex_backend")
         if content["target"]["precision"] == "full":
             content["target"].pop("precision")
         content["data"].pop("cache")

@@ -251,7 +251,8 @@ def test_an_option_without_use_is_refused(part: str, options: list[str], said: s
 GIVEN = {
     "geometry": "tiny", "length": "96", "anchors": "4", "block_size": "4", "chunk": "16", "layers": "1",
     "documents": "2", "precision": "fp8", "packing": "mask", "optimizer": "muon", "rows": "2", "targets": "cpu",
-    "drafters": "cpu", "steps": "10", "sequence": None, "autotune": None, "compile_drafter": "whole", "runs": "1",
+    "drafters": "cpu", "steps": "10", "sequence": None, "autotune": None, "compile_drafter": "whole",
+    "flex_backend": "flash", "runs": "1",
     "against": "a.json", "target": "demo", "prompts": "p", "max_new_tokens": "3", "limit": "2", "temperature": "0.5",
     "contexts": "64", "dtype": "bfloat16", "compile": "on", "picture": "p.png",
 }  # fmt: skip

@@ -15,7 +15,6 @@ from draftsmith.training.update import ReplicaUpdate
 
 CPU = torch.device("cpu")
 SMALL = replace(default_setting(find_geometry("tiny"), CPU), length=96, anchors=6, chunk=16, runs=1, documents=2)
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_a_row_reads_nothing_back() -> None:
@@ -37,7 +36,8 @@ def test_a_read_is_found_and_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("aten._local_scalar_dense.default at ")
 
 
-@on_cuda
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
 def test_on_a_gpu_every_wait_is_an_error(name: str) -> None:
     setting = Setting(find_geometry(name), torch.device("cuda", 0), 512, 64, 16, 2, 512, 4, runs=1)
@@ -46,7 +46,8 @@ def test_on_a_gpu_every_wait_is_an_error(name: str) -> None:
     assert "synchroniz" in found
 
 
-@on_cuda
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_a_hybrid_waits_for_nothing_but_its_library() -> None:
     geometry = twin(find_geometry("qwen3.5-hybrid"))
     result = bench_row(Setting(geometry, torch.device("cuda", 0), 512, 64, 16, 2, 512, 4, runs=1))

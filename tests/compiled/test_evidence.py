@@ -25,6 +25,7 @@ from draftsmith.compiled import (
     _torch,
 )
 from draftsmith.compiled.evidence import Seen, judge
+from draftsmith.pipeline.compiling import FLASH_KERNEL
 from draftsmith.pipeline.proof import FLEX_KERNELS
 
 Q, KV = 24, 40
@@ -97,7 +98,7 @@ def test_a_backward_in_another_thread_belongs_to_the_forward(gate, in_threads):
 
 def test_kernel_names_of_a_real_trace_match():
     """Names pinned from an H200 (torch 2.11, triton 3.6): what the trainer asks for is what Inductor calls them."""
-    forward, backward = FLEX_KERNELS
+    forward, backward = FLEX_KERNELS["triton"]
     assert re.search(forward, "triton_tem_fused_flex_attention_split_transpose_view_1")
     for name in (
         "triton_tem_fused_flex_attention_backward_transpose_view_7",
@@ -107,6 +108,26 @@ def test_kernel_names_of_a_real_trace_match():
         assert not re.search(forward, name)
     for name in ("triton_poi_fused_silu_2", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7"):
         assert not re.search(f"{forward}|{backward}", name)
+
+
+def test_kernel_names_of_flash_attention_match():
+    """Pinned from an H200 (torch 2.11, flash-attn-4 4.0.0b36); a target's are not taken for a drafter's beside it."""
+    forward, backward = FLEX_KERNELS["flash"]
+    prefix = "kernel_cutlass_kernel_flash_attncuteflash_"
+    names = {
+        "forward": prefix + "fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_tensor0000o11101213_0",
+        "backward": prefix + "bwd_sm90FlashAttentionBackwardSm90_object_at__tensor0000o11101213_tensor0000o11101213_0",
+        "before": prefix + "bwd_preprocessFlashAttentionBackwardPreprocess_object_at__tensorptrbf16gmemalign16_0",
+        "after": prefix + "bwd_postprocessFlashAttentionBackwardPostprocess_object_at__tensorptrf32gmemalign16_0",
+        "target": "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false> >",
+    }
+
+    def matching(pattern: str) -> list[str]:
+        return [what for what, name in names.items() if re.search(pattern, name)]
+
+    assert matching(forward) == ["forward"]
+    assert matching(backward) == ["backward"]
+    assert matching(FLASH_KERNEL) == ["target"]
 
 
 def test_a_call_that_the_end_cuts_off_is_no_fallback(gate):

@@ -14,6 +14,7 @@ import draftsmith.pipeline.compiling as compiling
 from draftsmith.blocks import make_draft_batch
 from draftsmith.compiled import Gate
 from draftsmith.compiled.aside import aside_of
+from draftsmith.drafter import model
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
 from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
@@ -194,6 +195,37 @@ def test_control_wrong_mask(tiny_run, wrong, monkeypatch):
 
     replica.fill_blocks = forward
     assert "differs from the dense reference" in differs_from_reference(plan, replica, sample)
+
+
+@pytest.mark.parametrize("wrong", ["queries", "keys", "values"])
+def test_control_wrong_backward(tiny_run, wrong, monkeypatch):
+    """The reference catches a kernel whose output is right and whose gradient is not, whichever it is."""
+    plan, replica, sample = sample_of(tiny_run)
+    right, attend = replica.model.fill_blocks, model.attend
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx, gradient):
+            return gradient * 1.01
+
+    def attend_wrongly(query, key, value, *more):
+        given = {"queries": query, "keys": key, "values": value}
+        given[wrong] = Wrong.apply(given[wrong])
+        return attend(*given.values(), *more)
+
+    def forward(*inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "attend", attend_wrongly)
+            return right(*inputs)
+
+    replica.fill_blocks = forward
+    said = differs_from_reference(plan, replica, sample)
+    assert said.startswith(f"its gradient of {wrong} differs from the dense reference by 1.0e-02"), said
+    assert all(parameter.grad is None for parameter in replica.model.parameters())
 
 
 def test_dense_rule_equals_the_batch_rule(tiny_run):

@@ -24,7 +24,7 @@ from draftsmith.drafter import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.target.forward import Target
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SMALL = 11
 STOPS = (7, 9)

@@ -11,7 +11,7 @@ from draftsmith.pipeline.clock import Pace
 from draftsmith.pipeline.handoff import CudaDevices, HandOff
 from draftsmith.target.forward import Features
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROWS, SIZE = 40, (1024, 2048)
 
 

@@ -442,7 +442,8 @@ def test_memory_that_cannot_be_locked_is_used_and_said(tmp_path: Path, monkeypat
     assert "not page-locked (CUDA error 2)" in notice["text"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_prepared_buffers_take_what_the_gpu_has(tmp_path: Path) -> None:
     written: dict[str, torch.Tensor] = {}
 

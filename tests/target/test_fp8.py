@@ -192,6 +192,7 @@ def test_what_was_trained_before_has_the_same_fingerprint(tiny_run) -> None:
     assert plain == bound != lowered
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_product_is_that_of_the_rounded_rows() -> None:
     device = torch.device("cuda", 0)

@@ -23,6 +23,7 @@ from draftsmith.training.update import ReplicaUpdate, buffer_bytes, make_updates
 TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.gpu  # too: without one the kernels are interpreted
 kernels = pytest.mark.skipif(not TRITON or (DEVICE.type == "cpu" and not INTERPRETED), reason="no Triton, or no GPU")
 
 

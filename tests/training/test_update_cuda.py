@@ -18,7 +18,7 @@ from draftsmith.pipeline.link import Stop
 from draftsmith.pipeline.sync import Exchange
 from draftsmith.training.update import make_updates
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LARGER = DrafterSpec(**{**vars(SPEC), "hidden_size": 256, "layers": 3, "intermediate_size": 520, "head_dim": 64})
 CONFIG = {"lr": 1e-2, "weight_decay": 0.05, "clip": 0.5}
 WAYS = [("adamw", True), ("adamw", False), ("muon", True), ("muon", False)]

@@ -20,7 +20,7 @@ from draftsmith.blocks import DraftBatch
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 from draftsmith.config import ObjectiveConfig, OptimizerConfig
-from draftsmith.drafter import build_masks
+from draftsmith.drafter import build_masks, flash
 from draftsmith.drafter.model import DraftModel, empty_model, run_part
 from draftsmith.objective import HeadTerms, Objective, Sums
 from draftsmith.objective.head_loss import chunk_terms
@@ -84,7 +84,15 @@ def make_replica(
 
 def _random_drafter(setting: Setting, checkpointing: bool = False) -> DraftModel:
     """With weights of the usual size."""
-    model = empty_model(setting.spec(), checkpointing, device=setting.device, dtype=setting.dtype)
+    if setting.flex_backend == "flash":
+        flash.load()
+    model = empty_model(
+        setting.spec(),
+        checkpointing,
+        device=setting.device,
+        dtype=setting.dtype,
+        flex_backend=setting.flex_backend,
+    )
     rough_weights(model)
     return model
 

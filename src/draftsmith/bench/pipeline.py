@@ -137,6 +137,7 @@ def _config(bench: PipelineSetting, rows: int, folder: Path) -> RunConfig:
             "rows": {"length": setting.length, "anchors": setting.anchors},
             "objective": {"chunk": setting.chunk},
             "optimizer": {"name": setting.optimizer},
+            "compile": {"flex_backend": setting.flex_backend},
             "training": {"steps": bench.steps, "rows_per_update": rows, "output": str(folder), "save_every": 0},
             "pipeline": {
                 "targets": list(bench.targets),

@@ -37,6 +37,7 @@ class Setting:
         rows: of an update.
         autotune: Inductor tries several kernels for each matrix product, for minutes.
         compile_drafter: "layers" or "whole", as `compile.drafter` of a run.
+        flex_backend: "triton" or "flash", as `compile.flex_backend` of a run.
     """
 
     geometry: TargetGeometry
@@ -55,6 +56,7 @@ class Setting:
     rows: int = 1
     autotune: bool = False
     compile_drafter: str = "layers"
+    flex_backend: str = "triton"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,7 +69,8 @@ class Setting:
     @property
     def way(self) -> str:
         """How the drafter runs, as a run's plan says it."""
-        return f"{self.attention}, {'compiled' if self.attention == 'flex' else 'eager'}"
+        kernels = ", FlashAttention-4" if self.flex_backend == "flash" else ""
+        return f"{self.attention}, {'compiled' if self.attention == 'flex' else 'eager'}{kernels}"
 
     @property
     def compile_options(self) -> dict[str, Any]:

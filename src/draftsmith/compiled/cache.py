@@ -49,12 +49,16 @@ _KINDS = {
     "fxgraph": "Inductor graphs",
     "aotautograd": "AOTAutograd graphs",
     "triton": "Triton kernels",
+    "flash": "FlashAttention-4 kernels",
 }
+# Read by flash-attn-4 when it is imported; it keeps nothing unless it is told to.
+FLASH_SWITCH, FLASH_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
 _TRITON_ASIDE = "tmp."  # so begins a folder in which Triton, or Inductor for it, writes what it then renames
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)  # a folder that is not empty stands where another is to be renamed to
 
+_flash_used: str | None = None  # where `use` had FlashAttention-4 keep its kernels
 _used: str | None = None  # the folder that `use` chose last: a later run of this process may choose another
 _shared: dict[Path, int] = {}  # locks of the folders that it ever chose, by descriptor: code may be loaded from all
 
@@ -166,6 +170,9 @@ def make_writable(place: Path) -> None:
 def use(folder: Path) -> bool:
     """Point Inductor of this process at a folder, unless the environment names one already; whether it was done.
 
+    FlashAttention-4, through which flex attention may run, keeps its kernels beside Inductor's graphs, unless the
+    environment names a place of its own.
+
     From then on until this process ends, others neither delete nor replace the folder; warns where it cannot be locked.
     Folders that the environment names are held the same way if they lie in a cache of ours. Others need no lock:
     nothing here deletes or replaces them.
@@ -173,11 +180,14 @@ def use(folder: Path) -> bool:
     Raises:
         OSError: the folder cannot be made.
     """
-    global _used
+    global _used, _flash_used
     chosen = may_choose()
     if chosen:
         _hold(folder)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _used = str(folder)
+    if os.environ.get(FLASH_FOLDER) in (None, _flash_used):
+        os.environ[FLASH_FOLDER] = _flash_used = str(inductor_folder() / "flash")
+        os.environ.setdefault(FLASH_SWITCH, "1")
     for own in filter(None, map(own_cache_of, named_folders())):
         if own not in {held.resolve() for held in _shared}:
             _hold(own)

@@ -23,6 +23,7 @@ import torch
 from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
+from draftsmith.drafter import flash
 from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.compiling import COMPILER
 from draftsmith.pipeline.plan import read_spec_to_start_from, resolve_attention
@@ -57,7 +58,7 @@ _SMALL = {
 
 def check(config: RunConfig) -> list[Finding]:
     """Findings about the drafter's and the target's fast paths under this config."""
-    findings = [*_drafter(config), *_precision(config)]
+    findings = [*_drafter(config), *_flex_backend(config), *_precision(config)]
     text = read_config(config.target).get_text_config(decoder=True)
     kinds = list(getattr(text, "layer_types", None) or ())
     findings += _target_attention(text, _target_device(config))
@@ -96,6 +97,26 @@ def _drafter(config: RunConfig) -> Iterator[Finding]:
     else:
         seen = "; a tiny compiled function was seen to run compiled" if compiled else ""
         yield Finding("drafter attention", "ok", f"{way}{seen}")
+
+
+def _flex_backend(config: RunConfig) -> Iterator[Finding]:
+    """Whether flex attention can run through the kernels that the config asks for, where they are not torch's own."""
+    if config.compile.flex_backend != "flash":
+        return
+    geometry = read_geometry(config.target)
+    spec = read_spec_to_start_from(config, geometry, []) if config.drafter.init else None
+    head_dim = spec.head_dim if spec else config.drafter.head_dim or geometry.head_dim
+    on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    dtype = torch.float32 if config.training.dtype == "float32" else torch.bfloat16
+    try:
+        why = flash.missing(device, head_dim, dtype)
+        if not why:
+            flash.load()
+    except UserError as error:
+        why = error.what
+    text = f"flash is not possible: {why}" if why else "FlashAttention-4: its package can be imported"
+    yield Finding("flex backend", "bad" if why else "ok", text, flash.INSTALL if why else "")
 
 
 def _precision(config: RunConfig) -> Iterator[Finding]:

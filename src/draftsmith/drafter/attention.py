@@ -80,12 +80,19 @@ def _flex_mask(batch: DraftBatch, kind: LayerKind, length: int, queries: int) ->
     )
 
 
-def flex_options(device: torch.device, head_dim: int) -> dict[str, Any]:
+def flex_options(device: torch.device, head_dim: int, backend: str = "triton") -> dict[str, Any]:
     """Kernel options of flex_attention for a card; empty: torch's own choice.
+
+    Args:
+        device: the card.
+        head_dim: D.
+        backend: "triton", or "flash" where `flash.missing` has nothing to say.
 
     Hopper, measured on an H200 at 8,192 slots over 12,288 keys (forward and backward in ms, with torch's choice and
     with this one): 32 heads of 128: 1.00 + 2.93 and 0.94 + 2.68; 9 heads of 64: 0.27 + 0.60 and 0.24 + 0.51.
     """
+    if backend == "flash":
+        return {"BACKEND": "FLASH"}
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return {}
     forward = {64: (128, 64, 4, 3), 128: (128, 128, 8, 3)}.get(head_dim)

@@ -320,7 +320,12 @@ def _block_mask(kind: LayerKind, start: int, width: int, first: int, device: tor
 
 
 def empty_model(
-    spec: DrafterSpec, activation_checkpointing: bool = False, *, device: torch.device, dtype: torch.dtype
+    spec: DrafterSpec,
+    activation_checkpointing: bool = False,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    flex_backend: str = "triton",
 ) -> DraftModel:
     """A drafter to train: its kernels are chosen for the device, its weights are memory without values, for
     `initialise` or a file to fill.
@@ -330,7 +335,7 @@ def empty_model(
     with torch.device("meta"):
         model = DraftModel(spec, activation_checkpointing)
     for layer in model._layers():
-        layer.self_attn.flex_options = flex_options(device, spec.head_dim)
+        layer.self_attn.flex_options = flex_options(device, spec.head_dim, flex_backend)
     return model.to(dtype).to_empty(device=device)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.blocks import DraftBatch, Row, make_draft_batch
 from draftsmith.compiled import Entry, Gate
-from draftsmith.drafter import load_drafter
+from draftsmith.drafter import flash, load_drafter
 from draftsmith.drafter.model import DraftModel, empty_model, initialise
 from draftsmith.objective import HeadTerms, Objective, decay_weights
 from draftsmith.observe.events import EventLog
@@ -77,11 +77,23 @@ def make_replicas(
         gate: of all regions.
         checkpoint: whose weights follow.
         fill: gives the first one its weights; None: as a run begins.
+
+    Raises:
+        UserError: the kernels that the config asks for cannot be imported.
     """
     config, spec = plan.config, plan.spec
+    backend = config.compile.flex_backend
+    if backend == "flash":
+        flash.load()
     replicas: list[Replica] = []
     for index, device in enumerate(plan.topology.drafters):
-        model = empty_model(spec, config.training.activation_checkpointing, device=device, dtype=plan.dtype)
+        model = empty_model(
+            spec,
+            config.training.activation_checkpointing,
+            device=device,
+            dtype=plan.dtype,
+            flex_backend=backend,
+        )
         if replicas:
             model.load_state_dict(replicas[0].model.state_dict())
         elif fill is not None:

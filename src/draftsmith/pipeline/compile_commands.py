@@ -293,7 +293,8 @@ def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, 
     # What it leaves in temporary folders goes with the scratch folder, however it ends.
     temporary = tempfile.mkdtemp(dir=scratch)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": temporary}
-    environment.pop("TRITON_CACHE_DIR", None)
+    for name in ("TRITON_CACHE_DIR", cache.FLASH_FOLDER):
+        environment.pop(name, None)
     command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result), str(os.getpid())]
     # In a thread, where no signal raises: a process that has been started is known here, whatever comes meanwhile.
     starter = ThreadPoolExecutor(1)

@@ -59,7 +59,7 @@ from draftsmith.target.quantised import method_of
 from draftsmith.target.source import read_config
 from draftsmith.training.step import ByLayer, Replica
 
-FLASH_KERNEL = r"flash"
+FLASH_KERNEL = r"^(?!.*FlashAttention(For|Back)ward).*flash"  # torch's own, not a drafter's FlashAttention-4
 PACKED_KINDS = {FULL, SLIDING}
 FP8_SLACK = 2  # a bf16 rounding that differs can move a value to the next fp8 number
 SOURCES = Path(draftsmith.__file__).parent
@@ -376,7 +376,7 @@ def needs(plan: Plan) -> dict[str, float | None]:
         # Inductor's CPU code is made for a number of threads.
         "threads": plan.topology.cpu_threads if plan.topology.drafters[0].type == "cpu" else None,
         "checkpointing": config.training.activation_checkpointing,
-        "drafter": config.compile.drafter,
+        "drafter": [config.compile.drafter, config.compile.flex_backend],
         "target": [str(plan.target_dtype), vars(plan.geometry), sorted(set(plan.kinds)), plan.spec.taps, precision],
         "head": [plan.geometry.logit_multiplier, plan.geometry.logit_softcap, plan.geometry.vocab_rows],
     }

@@ -8,7 +8,7 @@ everything that will be slow, dense or idle, is one line in `notices`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.data.report import DataReport
-from draftsmith.drafter import DrafterSpec, read_spec, resolve_spec
+from draftsmith.drafter import DrafterSpec, flash, read_spec, resolve_spec
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.observe.run_folder import next_free
@@ -110,7 +110,8 @@ class Plan:
             f"{config.optimizer.name} at {config.optimizer.lr:g}, {config.optimizer.schedule}",
             f"devices   targets on {_names(topology.targets)}; drafters on {_names(topology.drafters)}; "
             f"{config.pipeline.prefetch} prefetch workers ({topology.reason})",
-            f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}",
+            f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}"
+            f"{', FlashAttention-4' if config.compile.flex_backend == 'flash' else ''}",
         ]
         sequence = self.sequence
         if sequence.ranks > 1:
@@ -196,6 +197,7 @@ def make_plan(
     notices += beyond_positions(config.rows.length, corpus.report, geometry)
     notices += spare_anchors(config.rows.anchors, corpus.report)
     attention, compiled = resolve_attention(config, spec.block_size, on_cuda, notices)
+    check_flex_backend(config, attention, spec.head_dim, dtype, topology.drafters)
     sequence = replace(_sequence(config, corpus, overfit, notices), rank=rank, ranks=ranks)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in DraftModel(spec).parameters())
@@ -377,6 +379,29 @@ def resolve_attention(config: RunConfig, block_size: int, on_cuda: bool, notices
                 "flex attention without compiling computes all scores", where="compile.enabled", fix="set it to on"
             )
     return attention, attention == "flex" or config.compile.enabled == "on"
+
+
+def check_flex_backend(
+    config: RunConfig, attention: str, head_dim: int, dtype: torch.dtype, drafters: Iterable[torch.device]
+) -> None:
+    """Whether the kernels that flex attention is to run through can be had.
+
+    Args:
+        config: the run.
+        attention: "flex" or "dense", as resolved.
+        head_dim, dtype: of the drafter.
+        drafters: its devices.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if config.compile.flex_backend != "flash":
+        return
+    why = "attention is dense here"
+    if attention == "flex":
+        why = next(filter(None, (flash.missing(device, head_dim, dtype) for device in drafters)), "")
+    if why:
+        raise UserError(f"flash is not possible: {why}", where="compile.flex_backend", fix=flash.INSTALL)
 
 
 def _sequence(config: RunConfig, corpus: Corpus, overfit: bool, notices: list[str]) -> JobSequence:

@@ -3,6 +3,8 @@
 The warm-up row is made up and sharp: documents of 16 tokens, so that a block sees few keys and one key too many changes
 its output by a lot. The reference is the eager dense path over a few blocks only, under a mask written down again from
 the rule (not from the batch's intervals or tiles): blocks do not see each other, so a few of them cost k·B·S scores.
+Compared is what those blocks give, and the gradients that they send to the weights of queries, keys and values: these
+are what a kernel's backward computes, of all layers below the last one too.
 """
 
 from __future__ import annotations
@@ -20,10 +22,17 @@ from draftsmith.pipeline.plan import Plan
 from draftsmith.target.forward import Features
 from draftsmith.training.step import ByLayer, Replica
 
-FLEX_KERNELS = (r"flex_attention(?!_backward)", r"flex_attention_backward")
+# Of compiled flex attention, forward and backward, by `compile.flex_backend`.
+FLEX_KERNELS = {
+    "triton": (r"flex_attention(?!_backward)", r"flex_attention_backward"),
+    "flash": (r"FlashAttentionForward", r"FlashAttentionBackward(?!Pre|Post)"),
+}
+OUTPUT = "output"
+PROJECTIONS = {"queries": ".q_proj.weight", "keys": ".k_proj.weight", "values": ".v_proj.weight"}
 DOCUMENT = 16  # tokens of a made-up document
 BLOCKS = 4  # compared with the reference
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # ‖difference‖ / ‖reference‖
+GRADIENT_SLACK = 2.5  # times those: a gradient has gone through as many roundings again
 
 
 @dataclass(frozen=True)
@@ -78,36 +87,60 @@ def warm_step(replica: Replica, sample: Sample, device: torch.device) -> None:
 
 
 def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
-    """Compares the replica's drafter output with the dense reference on a few blocks; "" where they agree.
+    """Compares the replica's drafter with the dense reference on a few blocks, output and gradients; "" where they
+    agree.
 
     Agreeing means: close by the dtype's tolerance, and much closer than a reference that leaks the anchor's own token,
-    so a drafter that attention hardly moves cannot pass by that.
+    so a drafter that attention hardly moves cannot pass by that. Leaves no gradient behind.
     """
     batch = sample.batch
-    hidden_QH = replica.hidden(sample.features, sample.batch).detach()
     valid = int(batch.valid_N.sum())
     if valid == 0:
         return "the made-up row has no anchor to compare"
     blocks_k = torch.linspace(0, valid - 1, min(BLOCKS, valid)).round().long().unique().to(batch.anchors_N.device)
     block_size = plan.spec.block_size
     slots_K = (blocks_k[:, None] * block_size + torch.arange(block_size, device=blocks_k.device)).reshape(-1)
-    ours = hidden_QH[slots_K].float()
-    reference = _reference(plan, replica, sample, blocks_k, slots_K, leak=0)
-    leaking = _reference(plan, replica, sample, blocks_k, slots_K, leak=1)
-    size = reference.norm().clamp_min(1e-12)
-    error = float((ours - reference).norm() / size)
-    leak = float((leaking - reference).norm() / size)
-    limit = LIMITS[plan.dtype]
-    if not error <= limit:
-        return f"its output differs from the dense reference by {error:.1e} of its size (limit {limit:.0e})"
-    if not error <= leak / 2:
-        return (
-            f"its output is no nearer to the dense reference ({error:.1e}) than one that sees the anchor ({leak:.1e})"
-        )
+    hidden_KH = replica.hidden(sample.features, sample.batch)[slots_K]
+    ours = _seen(replica, hidden_KH)
+    right, leaking = (
+        _seen(replica, _reference(plan, replica, sample, blocks_k, slots_K, leak=leak)) for leak in (0, 1)
+    )
+    for what, reference in right.items():
+        error, leak = (_distance(other[what], reference) for other in (ours, leaking))
+        limit = LIMITS[plan.dtype] * (1 if what == OUTPUT else GRADIENT_SLACK)
+        if not error <= limit:
+            return f"its {what} differs from the dense reference by {error:.1e} of its size (limit {limit:.0e})"
+        if not error <= leak / 2:
+            return (
+                f"its {what} is no nearer to the dense reference ({error:.1e}) than one that sees the anchor "
+                f"({leak:.1e})"
+            )
     return ""
 
 
-@torch.no_grad()
+def _seen(replica: Replica, hidden_KH: Tensor) -> dict[str, list[Tensor]]:
+    """What is compared of some slots' hidden states: themselves, and the gradients of a made-up loss of theirs with
+    respect to each projection's weights, layer by layer."""
+    generator = torch.Generator().manual_seed(1)
+    direction_KH = torch.randn(hidden_KH.shape, generator=generator).to(hidden_KH.device, hidden_KH.dtype)
+    weights = {
+        name: weight for name, weight in replica.model.named_parameters() if name.endswith(tuple(PROJECTIONS.values()))
+    }
+    gradients = torch.autograd.grad(hidden_KH, list(weights.values()), direction_KH)
+    by_name = dict(zip(weights, gradients, strict=True))
+    found = {OUTPUT: [hidden_KH.detach()]}
+    for what, end in PROJECTIONS.items():
+        found[f"gradient of {what}"] = [gradient for name, gradient in by_name.items() if name.endswith(end)]
+    return found
+
+
+def _distance(ours: list[Tensor], reference: list[Tensor]) -> float:
+    """‖ours - reference‖ / ‖reference‖, of all tensors as one vector."""
+    size = torch.stack([each.float().norm() for each in reference]).norm().clamp_min(1e-12)
+    pairs = zip(ours, reference, strict=True)
+    return float(torch.stack([(mine.float() - theirs.float()).norm() for mine, theirs in pairs]).norm() / size)
+
+
 def _reference(plan: Plan, replica: Replica, sample: Sample, blocks_k: Tensor, slots_K: Tensor, leak: int) -> Tensor:
     batch, device = sample.batch, slots_K.device
     embeddings_KH = replica.head.embed(batch.inputs_Q[slots_K]).to(sample.features.taps_SF.dtype)
@@ -122,7 +155,7 @@ def _reference(plan: Plan, replica: Replica, sample: Sample, blocks_k: Tensor, s
         batch.context_positions_S,
         batch.block_positions_Q[slots_K],
         masks,  # type: ignore[arg-type]
-    ).float()
+    )
 
 
 def dense_rule(kind: LayerKind, document_S: Tensor, bounds_k: Tensor, block_size: int, leak: int = 0) -> DenseMask:
@@ -166,7 +199,7 @@ def expectations(plan: Plan, replica: Replica, sample: Callable[[], Sample], dev
     drafter = Expected(
         forward,
         backward=True,
-        kernels=FLEX_KERNELS if flex and device.type == "cuda" else (),
+        kernels=FLEX_KERNELS[plan.config.compile.flex_backend] if flex and device.type == "cuda" else (),
         score_shapes=((queries, keys),) if flex else (),
         softmax=not flex,
         memory=memory_bound(plan, device) if flex else None,
