@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,60 @@ def test_a_gated_delta_net_target_runs_on_the_slow_path_and_is_named(tiny_run, g
     assert "not measured" in rule.text
     assert "causal-conv1d" in convolution.text
     assert healthy(findings)
+
+
+def test_a_layer_is_timed_with_its_kernel_and_without(gated_delta_target, monkeypatch):
+    """In turn, at the target's own sizes, and the module is left as it was."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    rule, reference, calls = fast_paths.KERNELS[0], module.torch_chunk_gated_delta_rule.__wrapped__, []
+
+    def counted(name):
+        @wraps(reference)
+        def call(*arguments, **more):
+            calls.append((name, tuple(arguments[0].shape)))
+            return reference(*arguments, **more)
+
+        return call
+
+    plain, fast = counted("reference"), counted("kernel")
+    fast.__wrapped__ = plain
+    del plain.__wrapped__
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", fast)
+    monkeypatch.setattr(fast_paths, "TIMED_TOKENS", 48)
+    config = fast_paths.timed_config(AutoConfig.from_pretrained(gated_delta_target))
+    assert (config.layer_types, config.hidden_size, config.linear_value_head_dim) == (["linear_attention"], 32, 16)
+    times = fast_paths.with_and_without(rule, config, torch.device("cpu"), torch.float32, runs=2)
+    assert all(each > 0 for each in times)
+    assert [name for name, _ in calls] == ["kernel", "reference"] * 5
+    assert {shape for _, shape in calls} == {(1, 48, 2, 16)}
+    assert module.torch_chunk_gated_delta_rule is fast
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain)
+    assert fast_paths.with_and_without(rule, config, torch.device("cpu"), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ((2.0, 9.0), "without it 4.5 times slower on this card (a layer, 2,048 tokens: 9.00 against 2.00 ms)"),
+        ((11.05, 8.88), "without it no slower on this card (a layer, 2,048 tokens: 8.88 against 11.05 ms)"),
+        (None, "slow-down without it not measured"),
+        (RuntimeError("no memory\nat all"), "slow-down without it not measured: no memory"),
+    ],
+)
+def test_how_a_slow_down_is_said(gated_delta_target, monkeypatch, times, said):
+    from transformers import AutoConfig
+
+    def measured(*_arguments):
+        if isinstance(times, Exception):
+            raise times
+        return times
+
+    monkeypatch.setattr(fast_paths, "with_and_without", measured)
+    text = AutoConfig.from_pretrained(gated_delta_target)
+    assert fast_paths.slow_down(fast_paths.KERNELS[1], text, torch.device("cuda")) == said
+    assert fast_paths.slow_down(fast_paths.KERNELS[1], text, torch.device("cpu")) == "slow-down without it not measured"
 
 
 def test_an_attention_target_wants_nothing(tiny_run):
