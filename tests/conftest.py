@@ -24,6 +24,9 @@ from draftsmith.bench.random_data import WORDS
 from draftsmith.bench.random_target import chat_tokenizer, write_random_target
 from draftsmith.config import RunConfig, parse_config
 
+if os.environ.get("DRAFTSMITH_TEST_GPU") and not torch.cuda.is_available():
+    pytest.exit("torch sees no GPU, so there is nothing to test on one", returncode=1)
+
 # What is printed is compared, in this process and in those that tests start: whatever terminal the tests run in.
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)

@@ -39,6 +39,13 @@ def installed(folder: Path, name: str, version: str, requires: tuple[str, ...] =
     return metadata.Distribution.at(info)
 
 
+# Since CUDA 13 the major version is in the version; cuFFT's and cuSOLVER's have always been their own.
+NAMED_BY_VERSION = (
+    ("nvidia-cublas", "13.1.0"), ("nvidia-cuda-runtime", "13.0.96"), ("nvidia-cublas-cu12", "12.8.4"),
+    ("nvidia-cufft", "12.0.0"), ("nvidia-ml-py", "13.590"),
+)  # fmt: skip
+
+
 def test_two_flavours(tmp_path):
     one = installed(tmp_path / "a", "torch", "2.11.0")
     two = installed(tmp_path / "b", "torch", "2.13.0")
@@ -50,6 +57,15 @@ def test_two_flavours(tmp_path):
     assert found.text == "CUDA libraries of two versions: 1 for CUDA 12, 2 for CUDA 13"
     assert found.mend == "pip uninstall nvidia-cublas-cu12"
     assert flavours([one])[0].level == "ok"
+    mixed = [installed(tmp_path / "d", name, version) for name, version in NAMED_BY_VERSION]
+    (found,) = flavours(mixed)
+    assert found.text == "CUDA libraries of two versions: 1 for CUDA 12, 2 for CUDA 13"
+    torches = [installed(tmp_path / "e", *each) for each in (("torch", "2.11.0+cu130"), ("torchvision", "0.26.0+cpu"))]
+    (found,) = flavours(torches)
+    assert (found.level, found.text) == (
+        "bad",
+        "built for different devices: torch 2.11.0+cu130, torchvision 0.26.0+cpu",
+    )
 
 
 def test_leftovers(tmp_path):
@@ -60,6 +76,18 @@ def test_leftovers(tmp_path):
     torn, hollow = leftovers([tmp_path])
     assert "~orch" in torn.text
     assert "hollow 1.0 is listed, but its files are gone" in hollow.text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_leftovers_by_the_list_of_files(tmp_path, there):
+    """Half of all packages name no modules of theirs."""
+    installed(tmp_path, "modern", "2.0", files=there)
+    info = tmp_path / "modern-2.0.dist-info"
+    (info / "top_level.txt").unlink()
+    (info / "RECORD").write_text("modern-2.0.dist-info/METADATA,,\nmodern/core.py,,\n../../../bin/modern,,\n")
+    if there:
+        (tmp_path / "modern" / "core.py").touch()
+    assert [finding.level for finding in leftovers([tmp_path])] == ["ok" if there else "warn"]
 
 
 def test_serving_stack_that_moved_a_pin(tmp_path):
@@ -75,7 +103,35 @@ def test_modules_from_outside(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = foreign_modules(["strayed", "json_that_is_nowhere"])
     assert found.text == f"strayed comes from {tmp_path / 'strayed.py'}"
-    assert foreign_modules(["torch"])[0].level == "ok"
+    assert foreign_modules(["torch", "draftsmith"])[0].level == "ok"
+
+
+def test_our_own_sources_from_another_checkout(tmp_path, monkeypatch):
+    other = tmp_path / "src" / "draftsmith"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    spec = SimpleNamespace(origin=str(other / "__init__.py"))
+    monkeypatch.setattr("draftsmith.doctor.packages.importlib.util.find_spec", lambda _name: spec)
+    (found,) = foreign_modules(["draftsmith"])
+    assert found.text == f"draftsmith comes from {other / '__init__.py'}"
+
+
+def test_threads_of_operators_are_remembered(monkeypatch):
+    """Bits on a CPU depend on them; what is compiled does not, or is named by them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert environment_record()["machine"]["environment"]["OMP_NUM_THREADS"] == "3"
+    assert not any("OMP" in found.text for found in machine.check())
+
+
+def test_what_forbids_compiling_is_the_finding(monkeypatch):
+    """Whatever torch says about frames."""
+    monkeypatch.setattr(fast_paths._torch, "why_nothing_compiles", lambda: "TORCH_COMPILE_DISABLE=1 is set")
+
+    def nothing(*_arguments, **_more):
+        raise RuntimeError(f"torch.compile {fast_paths._torch.NO_FRAMES}. Skipped frames:")
+
+    monkeypatch.setattr("draftsmith.compiled.Region", nothing)
+    assert fast_paths.compiles(torch.device("cpu")) == "TORCH_COMPILE_DISABLE=1 is set"
 
 
 def test_variables_that_change_compiling():
@@ -136,12 +192,12 @@ def gated_delta_target(tmp_path_factory, tiny_target) -> Path:
 def test_a_gated_delta_net_target_runs_on_the_slow_path_and_is_named(tiny_run, gated_delta_target):
     findings = examine(tiny_run("gdn", target={"path": str(gated_delta_target)}))
     rule, convolution = [finding for finding in findings if finding.check == "target layers"]
-    assert rule.level == "warn"
+    assert rule.level == "bad"
     assert rule.text.startswith("qwen3_next: gated delta rule of 3 layers runs in plain PyTorch")
     assert "flash-linear-attention" in rule.text
     assert "not measured" in rule.text
     assert "causal-conv1d" in convolution.text
-    assert healthy(findings)
+    assert not healthy(findings), "the fast path will not be taken"
 
 
 def test_a_layer_is_timed_with_its_kernel_and_without(gated_delta_target, monkeypatch):

@@ -203,9 +203,7 @@ def _need_flash(setting: Setting) -> None:
     """Raises UserError where FlashAttention-4 cannot run."""
     from draftsmith.drafter import flash
 
-    why = flash.missing(setting.device, setting.spec().head_dim, setting.dtype)
-    if why:
-        raise UserError(f"flash is not possible: {why}", where="--flex-backend", fix=flash.INSTALL)
+    flash.check(setting.device, setting.spec().head_dim, setting.dtype, "--flex-backend")
 
 
 def _refuse_what_is_not_used(ctx: typer.Context, part: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftsmith.cli_options import Json, refuse_existing, tell
 from draftsmith.errors import UserError, need_file
+
+if TYPE_CHECKING:
+    from draftsmith.pipeline.plan import Plan
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
 cache_app = typer.Typer(help="Compile caches: show, verify, pack, unpack, clear.", rich_markup_mode=None)
@@ -19,6 +22,7 @@ compile_app.add_typer(cache_app, name="cache")
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of the run.")]
 MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config of the run.")]
 MIB = 2**20
+NOTHING = "nothing is compiled under this config"
 
 
 def _say_if_runs_look_elsewhere(folder: Path) -> None:
@@ -27,6 +31,12 @@ def _say_if_runs_look_elsewhere(folder: Path) -> None:
     named = cache.inductor_folder()
     if not cache.may_choose() and named.resolve() != folder.resolve():
         print(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache", file=sys.stderr)
+
+
+def _need_compiled(plan: Plan) -> Plan:
+    if not plan.compiled:
+        raise UserError(NOTHING, where="compile", fix="compile.enabled=on")
+    return plan
 
 
 @compile_app.command()
@@ -127,6 +137,9 @@ def verify(config: Config, json_: Json = False) -> int:
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
     plan = plan_of(settings)
+    if not plan.compiled:
+        tell([NOTHING], {"folder": None, "problems": [], "coverage": NOTHING, "missing": []}, json_)
+        return 0
     folder = cache_folder(plan)
     _say_if_runs_look_elsewhere(folder)
     problems = cache.verify(folder, machine_facts())
@@ -148,7 +161,7 @@ def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.t
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals
 
-    folder = cache_folder(plan_of(settings))
+    folder = cache_folder(_need_compiled(plan_of(settings)))
     with cache_refusals():
         size = archives.pack(folder, archive)
     tell([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
@@ -167,7 +180,7 @@ def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE
     from draftsmith.pipeline.compile_commands import plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
-    plan = plan_of(settings)
+    plan = _need_compiled(plan_of(settings))
     folder, needed = cache_folder(plan), needs(plan)
     _say_if_runs_look_elsewhere(folder)
     with cache_refusals():
@@ -198,13 +211,15 @@ def clear(
     for path, size in caches:
         print(f"{path}: {size / MIB:.1f} MiB", file=sys.stderr)
     total = sum(size for _, size in caches)
-    refusal = "" if yes else _asked(f"delete these {len(caches)} ({total / MIB:.1f} MiB)?")
+    these = "this cache" if len(caches) == 1 else f"these {len(caches)} caches"
+    refusal = "" if yes else _asked(f"delete {these} ({total / MIB:.1f} MiB)?")
     if refusal:
         tell([refusal], {"freed": 0, "left_alone": others}, json_)
         return 1
     with cache_refusals():
         freed = cache.clear([path for path, _ in caches])
-    tell([f"deleted {len(caches)} caches, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
+    count = "1 cache" if len(caches) == 1 else f"{len(caches)} caches"
+    tell([f"deleted {count}, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
     return 0
 
 

@@ -156,6 +156,10 @@ def test_a_regression_counts_only_beyond_noise() -> None:
     assert "+7.0 %" in line
     with pytest.raises(UserError, match="the earlier shape is"):
         compare({**earlier, "shape": {"S": 2}}, earlier)
+    with pytest.raises(UserError, match="the earlier geometry is qwen3-8b, not tiny"):
+        compare({**earlier, "geometry": "tiny"}, {**earlier, "geometry": "qwen3-8b"})
+    flash, usual = ({**earlier, "attention": f"flex, compiled{more}"} for more in (", FlashAttention-4", ""))
+    assert compare(flash, usual)[1].endswith("; before: flex, compiled")
     assert compare({**earlier, "torch": "2.13.0"}, {**earlier, "torch": "2.11.0"})[1].endswith("; before: 2.11.0")
     assert "does not say how its runs scattered" in compare(earlier, {**earlier, "ms_deviation": None})[1]
 

@@ -585,3 +585,47 @@ def test_facts_are_json_and_notice_sources_and_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")  # a place changes nothing
     changed = differences(before, facts([tmp_path]))
     assert [line.split(":")[0] for line in changed] == ["environment.TORCHINDUCTOR_SOMETHING", "sources"]
+
+
+@pytest.fixture
+def flash_variables(monkeypatch):
+    """None are set, and the process has chosen no place yet."""
+    for name in (cache.FLASH_SWITCH, cache.FLASH_FOLDER, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # put back afterwards, whatever the test sets
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cache, "_flash_used", None)
+    monkeypatch.setattr(cache, "_used", None)
+
+
+def flash_place() -> tuple[str | None, str | None]:
+    return os.environ.get(cache.FLASH_SWITCH), os.environ.get(cache.FLASH_FOLDER)
+
+
+def test_flash_attention_keeps_its_kernels_beside_the_graphs(own, flash_variables, monkeypatch):
+    """In the folder that was chosen last; in one that the environment names for Inductor, too."""
+    for name in ("0123456789abcdef", "fedcba9876543210"):
+        assert cache.use(own / name)
+        assert flash_place() == ("1", str(own / name / "flash"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own / "mine"))
+    assert not cache.use(own / "0123456789abcdef")
+    assert flash_place() == ("1", str(own / "mine" / "flash"))
+
+
+def test_a_place_of_the_users_own_is_kept_and_used(own, flash_variables, monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.FLASH_FOLDER, str(tmp_path / "kernels"))
+    cache.use(own / "0123456789abcdef")
+    assert flash_place() == ("1", str(tmp_path / "kernels"))
+    monkeypatch.setenv(cache.FLASH_SWITCH, "0")
+    cache.use(own / "0123456789abcdef")
+    assert flash_place() == ("0", str(tmp_path / "kernels"))
+
+
+def test_what_flash_attention_is_writing_is_no_part_of_a_cache(own):
+    folder = own / "0123456789abcdef" / "flash" / "sources" / "fwd"
+    folder.mkdir(parents=True)
+    for name in ("one.o", "one.lock", ".one.77.tmp.o"):
+        (folder / name).write_text("x")
+    content = cache.write_manifest(own / "0123456789abcdef", {}, [])
+    assert list(content["files"]) == ["flash/sources/fwd/one.o"]
+    assert cache.flash_kernels(own / "0123456789abcdef") == {folder / "one.o"}
+    assert cache.sizes(own / "0123456789abcdef") == {"FlashAttention-4 kernels": 1}

@@ -133,6 +133,17 @@ def test_warm_refuses_a_cache_that_a_second_process_does_not_load(compiled_run, 
     assert list(caches.iterdir()) == []
 
 
+def test_a_config_that_compiles_nothing_has_no_cache(tiny_run, caches, tmp_path, capsys):
+    config = tmp_path / "eager.yaml"
+    config.write_text(tiny_run("eager").model_dump_json())
+    assert main(["compile", "cache", "verify", str(config)]) == 0
+    assert capsys.readouterr().out == "nothing is compiled under this config\n"
+    (tmp_path / "cache.tar.gz").touch()
+    for command in (["pack", str(config), "new.tar.gz"], ["unpack", str(config), str(tmp_path / "cache.tar.gz")]):
+        assert main(["compile", "cache", *command]) == 2
+        assert "compile: nothing is compiled under this config (compile.enabled=on)" in capsys.readouterr().err
+
+
 def test_clear_asks_first(compiled_run, processes, caches, capsys, monkeypatch):
     compile_commands.warm(compiled_run)
     monkeypatch.setattr("typer.confirm", lambda *_args, **_options: False)
@@ -141,7 +152,7 @@ def test_clear_asks_first(compiled_run, processes, caches, capsys, monkeypatch):
     monkeypatch.setattr("typer.confirm", lambda *_args, **_options: True)
     assert main(["compile", "cache", "clear"]) == 0
     assert list(caches.iterdir()) == []
-    assert "deleted 1 caches" in capsys.readouterr().out
+    assert "deleted 1 cache, " in capsys.readouterr().out
 
 
 def test_clear_says_what_it_leaves_and_that_nobody_answered(compiled_run, processes, caches, capsys, monkeypatch):

@@ -187,6 +187,7 @@ def test_sealed_with_warn_names_region_and_guard(gate):
     assert len(texts) == 1
     assert "toy" in texts[0]
     assert "expected 4, actual 6" in texts[0]
+    assert texts[0].endswith("; it was called with float32[6] on cpu")
 
 
 def test_checkpoint_recompute_is_inside_the_hold(gate):

@@ -141,7 +141,8 @@ def test_what_compiles_after_the_warm_up_is_told_and_written(tiny_run, traced, m
         result = train(tiny_run("late", **SMALL, compile=lax))
     told = [event["text"] for event in events(result.folder, "notice") if "after the warm-up" in event["text"]]
     assert told == [
-        "stranger compiled (forward) after the warm-up, while drafter 0 worked: it was never warmed up",
+        "stranger compiled (forward) after the warm-up, while drafter 0 worked: it was never warmed up; "
+        "it was called with float32[2] on cpu",
     ]
     ledger = json.loads((result.folder / "ledger.json").read_text())
     assert [entry["region"] for entry in ledger["recompiles"] if entry["late"]] == ["stranger"]
@@ -197,35 +198,76 @@ def test_control_wrong_mask(tiny_run, wrong, monkeypatch):
     assert "differs from the dense reference" in differs_from_reference(plan, replica, sample)
 
 
-@pytest.mark.parametrize("wrong", ["queries", "keys", "values"])
-def test_control_wrong_backward(tiny_run, wrong, monkeypatch):
-    """The reference catches a kernel whose output is right and whose gradient is not, whichever it is."""
-    plan, replica, sample = sample_of(tiny_run)
-    right, attend = replica.model.fill_blocks, model.attend
+class Scaled(torch.autograd.Function):
+    """The identity, with a gradient that is `factor` times too large."""
 
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx, x):
-            return x.clone()
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
 
-        @staticmethod
-        def backward(_ctx, gradient):
-            return gradient * 1.01
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
 
-    def attend_wrongly(query, key, value, *more):
-        given = {"queries": query, "keys": key, "values": value}
-        given[wrong] = Wrong.apply(given[wrong])
-        return attend(*given.values(), *more)
+
+def attending(replica, monkeypatch, attend):
+    """Has the replica's forward, and not the reference's, attend by another function."""
+    right = replica.model.fill_blocks
 
     def forward(*inputs):
         with monkeypatch.context() as patch:
-            patch.setattr(model, "attend", attend_wrongly)
+            patch.setattr(model, "attend", attend)
             return right(*inputs)
 
     replica.fill_blocks = forward
+
+
+LIKE_A_GPU = {"dtype": "bfloat16"}
+DEEP = {"layers": 4, "block_size": 4, "taps": [0, 2, 4]}
+
+
+@pytest.mark.parametrize("wrong", ["queries", "keys", "values"])
+@pytest.mark.parametrize(("training", "factor"), [({}, 1.01), (LIKE_A_GPU, 0.8)], ids=["float32", "bfloat16"])
+def test_control_wrong_backward(tiny_run, wrong, training, factor, monkeypatch):
+    """The reference catches a kernel whose output is right and whose gradient is not, in one layer of four."""
+    plan, replica, sample = sample_of(tiny_run, drafter=DEEP, training={**SMALL["training"], **training})
+    attend, calls = model.attend, []
+
+    def attend_wrongly(query, key, value, *more):
+        calls.append(wrong)
+        given = {"queries": query, "keys": key, "values": value}
+        if len(calls) == 1:
+            given[wrong] = Scaled.apply(given[wrong], factor)
+        return attend(*given.values(), *more)
+
+    attending(replica, monkeypatch, attend_wrongly)
     said = differs_from_reference(plan, replica, sample)
-    assert said.startswith(f"its gradient of {wrong} differs from the dense reference by 1.0e-02"), said
+    assert said.startswith(f"its gradient of {wrong} differs from the dense reference by "), said
     assert all(parameter.grad is None for parameter in replica.model.parameters())
+
+
+@pytest.mark.parametrize("sharpness", [1, 6])
+def test_an_honest_kernel_passes_however_sharp_its_attention(tiny_run, sharpness, monkeypatch):
+    """In bfloat16: torch's own kernel, which keeps its scores in float32, on weights that look at few tokens each."""
+    plan, replica, sample = sample_of(tiny_run, drafter=DEEP, training={**SMALL["training"], **LIKE_A_GPU})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in replica.model.named_parameters():
+            if parameter.dim() == 2 and sharpness > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            if "q_norm" in name or "k_norm" in name:
+                parameter.fill_(sharpness**0.5)
+
+    def attend_by_torch(query, key, value, mask, *_options):
+        own = torch.block_diag(*mask.own_NBB).bool()
+        group = query.shape[0] // key.shape[0]
+        key, value = (each.repeat_interleave(group, dim=0)[None] for each in (key, value))
+        visible = torch.cat((mask.context_QS, own), dim=1)
+        return torch.nn.functional.scaled_dot_product_attention(query[None], key, value, attn_mask=visible)[0]
+
+    attending(replica, monkeypatch, attend_by_torch)
+    assert differs_from_reference(plan, replica, sample) == ""
 
 
 def test_dense_rule_equals_the_batch_rule(tiny_run):

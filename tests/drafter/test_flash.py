@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -41,6 +43,18 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return packages[-1]
 
 
+def obstacle(device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
+    """What `check` says, and that what it would have the user do fits; "" if it says nothing."""
+    with suppress(UserError):
+        flash.check(device, head_dim, dtype)
+        return ""
+    with pytest.raises(UserError) as refused:
+        flash.check(device, head_dim, dtype, "here")
+    assert refused.value.where == "here"
+    assert ("pip install" in refused.value.fix) == ("not installed" in refused.value.what)
+    return refused.value.what.removeprefix("flash is not possible: ")
+
+
 @pytest.mark.usefixtures("hopper", "installed")
 @pytest.mark.parametrize(
     ("device", "head_dim", "dtype", "why"),
@@ -54,33 +68,58 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_what_is_in_the_way(device: torch.device, head_dim: int, dtype: torch.dtype, why: str) -> None:
-    assert flash.missing(device, head_dim, dtype) == why
+    assert obstacle(device, head_dim, dtype) == why
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("major", [8, 12])
-def test_cards_without_a_backward(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+@pytest.mark.parametrize("major", [8, 10, 11, 12])
+def test_other_cards(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, 0))
-    assert f"compute capability {major}.x" in flash.missing(CARD, 128, torch.bfloat16)
+    assert obstacle(CARD, 128, torch.bfloat16).endswith(f"(compute capability 9.x), and cuda:0 is {major}.x")
 
 
 @pytest.mark.usefixtures("hopper")
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert flash.missing(CARD, 128, torch.bfloat16) == "the package flash-attn-4 is not installed"
+    assert obstacle(CARD, 128, torch.bfloat16) == "the package flash-attn-4 is not installed"
     with pytest.raises(UserError, match="flash-attn-4 cannot be imported: ModuleNotFoundError") as refused:
         flash.load()
     assert "pip install" in refused.value.fix
+
+
+@pytest.mark.usefixtures("hopper")
+def test_beside_a_broken_older_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Looking for the module imports the package around it."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise OSError('libcudart is not there')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert obstacle(CARD, 128, torch.bfloat16) == "the package flash-attn-4 is not installed"
 
 
 def test_torch_is_told() -> None:
     assert flex_options(CARD, 128, "flash") == {"BACKEND": "FLASH"}
 
 
-def test_a_run_without_a_gpu_is_refused_in_one_line(tiny_run: Callable[..., RunConfig]) -> None:
-    with pytest.raises(UserError, match="flash is not possible: attention is dense here") as refused:
-        make_plan(tiny_run("cpu", compile=FLASH))
-    assert (refused.value.where, "flash-attn-4" in refused.value.fix) == ("compile.flex_backend", True)
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        make_plan(config)
+    assert refused.value.where == "compile.flex_backend"
+    return refused.value.what
+
+
+def doctors(config: RunConfig) -> tuple[str, str]:
+    (found,) = fast_paths._flex_backend(config)
+    return found.level, found.text
+
+
+def test_a_run_without_a_gpu_is_refused_in_one_line_and_the_doctor_says_the_same(
+    tiny_run: Callable[..., RunConfig],
+) -> None:
+    assert list(fast_paths._flex_backend(tiny_run("as usual"))) == []
+    config = tiny_run("cpu", compile=FLASH)
+    said = refusal(config)
+    assert said == "flash is a way of flex attention, and attention is dense here"
+    assert doctors(config) == ("bad", f"compile.flex_backend: {said}")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -91,40 +130,48 @@ def test_every_drafters_card_is_looked_at(
     cards = [torch.device("cuda", index) for index in range(2)]
     check_flex_backend(config, "flex", 128, torch.bfloat16, cards)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device.index, 0))
-    with pytest.raises(UserError, match=r"capability 8\.x"):
+    with pytest.raises(UserError, match=r"cuda:1 is 8\.x"):
         check_flex_backend(config, "flex", 128, torch.bfloat16, cards)
 
 
-def test_the_doctor_says_the_same(tiny_run: Callable[..., RunConfig]) -> None:
-    assert list(fast_paths._flex_backend(tiny_run("as usual"))) == []
-    (found,) = fast_paths._flex_backend(tiny_run("cpu", compile=FLASH))
-    assert (found.level, found.text, found.mend) == ("bad", "flash is not possible: it needs a GPU", flash.INSTALL)
-
-
 @pytest.mark.usefixtures("hopper", "installed")
-def test_the_doctor_imports_it(tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_imports_it_and_refuses_what_training_refuses(
+    tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    devices = {"targets": ["auto"], "drafters": ["auto"]}
-    config = tiny_run("gpu", compile=FLASH, drafter={"head_dim": 64}, pipeline=devices)
-    (found,) = fast_paths._flex_backend(config)
-    assert found.level == "ok"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def found(**sections: dict[str, object]) -> tuple[str, str]:
+        devices = {"targets": ["auto"], "drafters": ["auto"]}
+        given = {"rows": {"length": 256, "anchors": 32}, "compile": FLASH, "drafter": {}, **sections}
+        given["drafter"] = {"layers": 2, "block_size": 4, "head_dim": 64, **given["drafter"]}
+        return doctors(tiny_run("gpu", pipeline=devices, **given))
+
+    assert found() == ("ok", "FlashAttention-4: its package can be imported")
+    level, text = found(drafter={"attention": "dense"})
+    assert (level, "attention is dense here" in text) == ("bad", True)
+    level, text = found(compile={**FLASH, "enabled": "off"})
+    assert (level, "without compiling" in text) == ("bad", True)
+    level, text = found(drafter={"head_dim": 256})
+    assert (level, "not of 256" in text) == ("bad", True)
     monkeypatch.delitem(sys.modules, "flash_attn.cute.interface")
-    (found,) = fast_paths._flex_backend(config)
-    assert found.level == "bad"
-    assert found.text.startswith("flash is not possible: flash-attn-4 cannot be imported: ModuleNotFoundError")
+    level, text = found()
+    assert (level, "flash-attn-4 cannot be imported: ModuleNotFoundError" in text) == ("bad", True)
 
 
-def test_another_cache_and_another_run(tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled lies elsewhere, and a run cannot go on with other kernels unseen."""
+def test_another_cache_and_the_same_run(tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled lies elsewhere; a run may go on with other kernels, as on another card."""
     plain, other = tiny_run("plain"), tiny_run("flash", compile=FLASH)
     monkeypatch.setattr("draftsmith.pipeline.plan.check_flex_backend", lambda *_: None)
-    assert cache_folder(make_plan(plain)) != cache_folder(make_plan(other))
-    assert plain.fingerprint() != other.fingerprint()
+    plans = make_plan(plain), make_plan(other)
+    assert cache_folder(plans[0]) != cache_folder(plans[1])
+    assert [plan.way for plan in plans] == ["dense, eager", "dense, eager, FlashAttention-4"]
+    assert plain.fingerprint() == other.fingerprint()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(flash.missing(CARD, 128, torch.bfloat16)), reason="needs flash-attn-4"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize(
     ("geometry", "length", "anchors", "block_size", "documents"),

@@ -85,7 +85,7 @@ def make_replica(
 def _random_drafter(setting: Setting, checkpointing: bool = False) -> DraftModel:
     """With weights of the usual size."""
     if setting.flex_backend == "flash":
-        flash.load()
+        flash.load("--flex-backend")
     model = empty_model(
         setting.spec(),
         checkpointing,

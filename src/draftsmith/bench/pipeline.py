@@ -249,6 +249,7 @@ def _run(
             tracer.join(60)
         return {
             **figures(plan, watch, bench.steps),
+            "geometry": bench.setting.name,
             "first_update_seconds": round(watch.ends[0] - began, 2),
             "balance": log.summary["balance"] and log.summary["balance"]["text"],
             "interpreter": interpreter,

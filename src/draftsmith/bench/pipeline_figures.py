@@ -73,6 +73,7 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
         "bench": "pipeline",
         "device": torch.cuda.get_device_name(cuda[0]) if cuda else "cpu",
         "torch": torch.__version__,
+        "attention": plan.way,
         **Timing.of(gaps).to_json(),
         "ms_per_row": 1e3 * seconds / rows,
         "tokens_per_second": (watch.tokens[last] - watch.tokens[first]) / seconds,

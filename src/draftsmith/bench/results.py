@@ -21,13 +21,15 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> tuple[bool, str]
     Raises:
         UserError: the earlier result is of another benchmark or shape.
     """
-    for what in ("bench", "shape"):
-        if result[what] != earlier[what]:
-            raise UserError(f"the earlier {what} is {earlier[what]}, not {result[what]}", where="--against")
+    for what in ("bench", "geometry", "shape"):
+        if earlier.get(what) is not None and result.get(what) != earlier[what]:
+            raise UserError(f"the earlier {what} is {earlier[what]}, not {result.get(what)}", where="--against")
     before, now = float(earlier["ms"]), float(result["ms"])
     noise = max(0.02 * before, SURE * math.hypot(_standard_error(earlier), _standard_error(result)))
     change = f"{before:.2f} ms before, {now:.2f} ms now ({100 * (now / before - 1):+.1f} %, noise {noise:.2f} ms)"
-    other = [earlier[what] for what in ("device", "torch") if earlier.get(what) not in (None, result.get(what))]
+    other = [
+        earlier[what] for what in ("device", "torch", "attention") if earlier.get(what) not in (None, result.get(what))
+    ]
     change += f"; before: {', '.join(other)}" if other else ""
     if earlier.get("ms_deviation") is None:
         change += "; the earlier result does not say how its runs scattered, so noise is this one's alone"
@@ -48,7 +50,7 @@ def read_result(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = {key: content[key] for key in ("bench", "shape", "ms", "ms_min", "ms_max")}
-        found |= {key: content.get(key) for key in ("ms_deviation", "runs", "device", "torch")}
+        found |= {key: content.get(key) for key in ("ms_deviation", "runs", "geometry", "device", "torch", "attention")}
     except FileNotFoundError:
         raise UserError("no such file", where=str(path), fix="write one with --json > FILE") from None
     except OSError as error:

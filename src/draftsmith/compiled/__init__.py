@@ -5,11 +5,12 @@ from draftsmith.compiled.gate import Compile, CompiledTooLate, Gate, GateError
 from draftsmith.compiled.ledger import Entry, Ledger
 from draftsmith.compiled.region import FirstUse, Region
 from draftsmith.compiled.settings import Settings
-from draftsmith.compiled.warmup import NotCompiled, Turn, WarmUp
+from draftsmith.compiled.warmup import Differs, NotCompiled, Turn, WarmUp
 
 __all__ = [
     "Compile",
     "CompiledTooLate",
+    "Differs",
     "Entry",
     "Evidence",
     "EvidenceMissing",

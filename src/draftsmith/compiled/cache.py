@@ -171,7 +171,8 @@ def use(folder: Path) -> bool:
     """Point Inductor of this process at a folder, unless the environment names one already; whether it was done.
 
     FlashAttention-4, through which flex attention may run, keeps its kernels beside Inductor's graphs, unless the
-    environment names a place of its own.
+    environment names a place of its own. It looks once, when it is imported: a folder that is chosen later in the same
+    process gets none of them.
 
     From then on until this process ends, others neither delete nor replace the folder; warns where it cannot be locked.
     Folders that the environment names are held the same way if they lie in a cache of ours. Others need no lock:
@@ -187,7 +188,7 @@ def use(folder: Path) -> bool:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _used = str(folder)
     if os.environ.get(FLASH_FOLDER) in (None, _flash_used):
         os.environ[FLASH_FOLDER] = _flash_used = str(inductor_folder() / "flash")
-        os.environ.setdefault(FLASH_SWITCH, "1")
+    os.environ.setdefault(FLASH_SWITCH, "1")
     for own in filter(None, map(own_cache_of, named_folders())):
         if own not in {held.resolve() for held in _shared}:
             _hold(own)
@@ -204,8 +205,8 @@ def _hold(folder: Path) -> None:
 
 
 def named_folders() -> list[Path]:
-    """Where the environment has Inductor and Triton keep what they compile."""
-    given = (os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    """Where the environment has Inductor, Triton and FlashAttention-4 keep what they compile."""
+    given = (os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", FLASH_FOLDER))
     return [Path(folder) for folder in given if folder]
 
 
@@ -461,9 +462,15 @@ def _files(folder: Path) -> list[Path]:
             name for name in folders if not name.startswith(_TRITON_ASIDE) and not (at_top and name == "locks")
         ]
         found += [here / name for name in names if name != MANIFEST and not name.startswith(f".{MANIFEST}")]
+    unfinished = (".lock", ".tmp", ".tmp.o")  # the last: FlashAttention-4's
     return sorted(
-        file for file in found if file.suffix not in (".lock", ".tmp") and file.is_file() and not file.is_symlink()
+        file for file in found if not file.name.endswith(unfinished) and file.is_file() and not file.is_symlink()
     )
+
+
+def flash_kernels(folder: Path) -> set[Path]:
+    """Kernels of FlashAttention-4 in a cache."""
+    return {file for file in _files(folder / "flash") if file.suffix == ".o"}
 
 
 def _checksum(file: Path) -> str:

@@ -73,7 +73,8 @@ class Graph:
 @dataclass
 class Compile:
     """One compile that the gate saw. Seconds are wall-clock; `alone` says that it ran under an exclusive hold;
-    `reason` names the guards that failed, empty for a first compile; `late` says that the gate was sealed."""
+    `reason` names the guards that failed, empty for a first compile; `given` the tensors that came, of a forward in a
+    region; `late` says that the gate was sealed."""
 
     compile_id: str
     direction: str
@@ -81,10 +82,16 @@ class Compile:
     thread: str
     alone: bool
     reason: str = ""
+    given: str = ""
     late: bool = False
     seconds: float | None = None
     graphs: list[Graph] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter, repr=False)
+
+    def why(self) -> str:
+        """The guards that failed and the tensors that came, in words."""
+        reason = " ".join(self.reason.split()) or "it was never warmed up"
+        return f"{reason}; it was called with {self.given}" if self.given else reason
 
 
 class Hold:
@@ -309,10 +316,12 @@ class Gate:
         reason = _torch.recompile_reason() if direction == "forward" else ""
         name = threading.current_thread().name
         self._graphs_before = len(_torch.inductor_seconds())
-        self.compiles.append(Compile(compile_id, direction, region, name, alone, reason, late=self.sealed))
+        given = getattr(_calling, "given", "") if direction == "forward" else ""
+        new = Compile(compile_id, direction, region, name, alone, reason, given, late=self.sealed)
+        self.compiles.append(new)
         if self._sealed == "warn":
             text = f"{region or 'a function outside any region'} compiles ({direction}) after the warm-up"
-            warnings.warn(f"{text}: {reason or 'it was never warmed up'}", stacklevel=2)
+            warnings.warn(f"{text}: {new.why()}", stacklevel=2)
 
     def _graph_looked_up(self, key: str, is_backward: bool, hit: bool, compile_id: str) -> None:
         running = next((c for c in reversed(self.compiles) if c.compile_id == compile_id and c.seconds is None), None)
@@ -329,8 +338,9 @@ class Gate:
                 break
 
 
-def calling(region: str) -> str:
-    """Name the region that compiles started from this thread belong to; returns the one before, to be put back."""
+def calling(region: str, given: str = "") -> str:
+    """Name the region that compiles started from this thread belong to, and the tensors that it was called with;
+    returns the region before, to be put back."""
     before: str = getattr(_calling, "region", "")
-    _calling.region = region
+    _calling.region, _calling.given = region, given
     return before

@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 
-_PREFIXES = ("TORCH", "TRITON", "CUDA", "PYTORCH")
+_PREFIXES = ("TORCH", "TRITON", "CUDA", "PYTORCH", "FLASH_ATTENTION_", "CUTE_DSL_", "OMP_NUM_", "MKL_NUM_")
 # What changes nothing about what is compiled: places; torchrun's, which differ in every start and rank; what is logged
 # and how much of it; communication; how memory is allocated, and launches are queued.
-_PLACES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TORCH_TRACE")
+_PLACES = (
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TORCH_TRACE"),
+    *("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "CUTE_DSL_CACHE_DIR"),
+)
 _LAUNCHER = ("TORCHELASTIC_", "TORCH_ELASTIC_")
 _HARMLESS = (
     "TORCH_LOGS",
@@ -39,6 +42,8 @@ _HARMLESS = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_MODULE_LOADING",
+    "OMP_NUM_",  # bits on a CPU depend on it; what is compiled there is named by the threads that a run gives it
+    "MKL_NUM_",
 )
 
 
@@ -54,6 +59,7 @@ def facts(sources: Iterable[Path] = ()) -> dict[str, Any]:
         "torch_git": getattr(torch.version, "git_version", None),
         "cuda": torch.version.cuda,
         "triton": _version("triton") or _version("pytorch-triton"),
+        "flash": [_version(name) for name in ("flash-attn-4", "nvidia-cutlass-dsl")],
         "driver": driver(),
         "gpus": gpus(),
         "cpu": platform.machine(),

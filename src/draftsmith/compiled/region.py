@@ -124,14 +124,15 @@ class Region:
     def _first_use(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.gate.exclusive(), _torch.backward_with_forward():
             # Another thread may have been first while this one waited; then this is an ordinary call, only alone.
-            began, before = time.perf_counter(), calling(self.name)
+            given = describe(args, kwargs)
+            began, before = time.perf_counter(), calling(self.name, given)
             try:
                 result = self._compiled(*args, **kwargs)
             finally:
                 calling(before)
             if key not in self._seen:
                 seconds, thread = time.perf_counter() - began, threading.current_thread().name
-                self.first_uses.append(FirstUse(self.name, key, describe(args, kwargs), thread, seconds))
+                self.first_uses.append(FirstUse(self.name, key, given, thread, seconds))
                 self._seen.add(key)
         return result
 

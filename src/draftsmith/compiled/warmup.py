@@ -32,6 +32,10 @@ class NotCompiled(RuntimeError):
     """The warm-up ended without the compiled path having run."""
 
 
+class Differs(NotCompiled):
+    """It ran, and its numbers are not those of the reference."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """What one worker's turn took. Seconds; `graphs` of which `hits` came from the cache."""
@@ -93,8 +97,8 @@ class WarmUp:
             proof: returns "" where the result equals the reference, else what differs.
 
         Raises:
-            NotCompiled: a region was not reached, ran without compiling, compiled again in the second run, or differs
-                from the reference.
+            NotCompiled: a region was not reached, ran without compiling, or compiled again in the second run.
+            Differs: `proof` found something.
         """
         self.ledger.watch(regions)
         enabled = [region for region in regions if region.enabled]
@@ -114,7 +118,7 @@ class WarmUp:
             self._check(worker, enabled, settled)
             differs = proof() if proof else ""
             if differs:
-                raise NotCompiled(f"{worker} on {device}: {differs}")
+                raise Differs(f"{worker} on {device}: {differs}")
         turn = self._summary(worker, device, middle - began, first, step, proof is not None)
         self.turns.append(turn)
         self.ledger.warm_up.append(asdict(turn))

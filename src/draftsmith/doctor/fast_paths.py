@@ -27,7 +27,7 @@ from draftsmith.doctor.finding import Finding
 from draftsmith.drafter import flash
 from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.compiling import COMPILER
-from draftsmith.pipeline.plan import read_spec_to_start_from, resolve_attention
+from draftsmith.pipeline.plan import check_flex_backend, read_spec_to_start_from, resolve_attention
 from draftsmith.target import fp8
 from draftsmith.target.geometry import read_geometry
 from draftsmith.target.quantised import install_line, method_of
@@ -97,11 +97,9 @@ def _drafter(config: RunConfig) -> Iterator[Finding]:
     way += "" if on_cuda else ", on the CPU by name"
     problem = compiles(torch.device("cuda", 0) if on_cuda else torch.device("cpu")) if compiled else ""
     if problem:
-        mend = f"if it lacks a compiler: {COMPILER}" + (
-            "; or compile.enabled=auto, which is eager here"
-            if attention == "dense"
-            else "; see triton and environment variables"
-        )
+        ways = [f"if it lacks a compiler: {COMPILER}", "if a variable forbids it: unset that"]
+        ways.append("or compile.enabled=auto, which is eager here" if attention == "dense" else "see triton above")
+        mend = "; ".join(ways)
         yield Finding("drafter attention", "bad", f"{way}: a tiny function does not run compiled: {problem}", mend)
     else:
         seen = "; a tiny compiled function was seen to run compiled" if compiled else ""
@@ -116,16 +114,17 @@ def _flex_backend(config: RunConfig) -> Iterator[Finding]:
     spec = read_spec_to_start_from(config, geometry, []) if config.drafter.init else None
     head_dim = spec.head_dim if spec else config.drafter.head_dim or geometry.head_dim
     on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
-    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if on_cuda else []
     dtype = torch.float32 if config.training.dtype == "float32" else torch.bfloat16
     try:
-        why = flash.missing(device, head_dim, dtype)
-        if not why:
-            flash.load()
+        block_size = spec.block_size if spec else config.drafter.block_size
+        attention, _ = resolve_attention(config, block_size, on_cuda, [])
+        check_flex_backend(config, attention, head_dim, dtype, devices)
+        flash.load()
     except UserError as error:
-        why = error.what
-    text = f"flash is not possible: {why}" if why else "FlashAttention-4: its package can be imported"
-    yield Finding("flex backend", "bad" if why else "ok", text, flash.INSTALL if why else "")
+        yield Finding.of_refusal("flex backend", error)
+    else:
+        yield Finding("flex backend", "ok", "FlashAttention-4: its package can be imported")
 
 
 def _precision(config: RunConfig) -> Iterator[Finding]:
@@ -161,7 +160,7 @@ def _target_attention(text: Any, device: torch.device) -> Iterator[Finding]:
         yield Finding("target attention", "ok", f"head size {dim}, masked: {fused[0][:80]}")
     else:
         text_ = f"head size {dim}, masked: no fused kernel was seen, all scores are computed"
-        yield Finding("target attention", "warn", text_, "unset what disables SDPA kernels (torch.backends.cuda.*_sdp)")
+        yield Finding("target attention", "bad", text_, "unset what disables SDPA kernels (torch.backends.cuda.*_sdp)")
 
 
 def compiles(device: torch.device) -> str:
@@ -181,6 +180,8 @@ def compiles(device: torch.device) -> str:
             verdict = evidence.end(0)
         return "" if verdict.ok else f"{verdict.problems[0]} ({_torch.why_nothing_compiles()})"
     except Exception as error:  # whatever torch raises is the finding
+        if _torch.NO_FRAMES in str(error):
+            return _torch.why_nothing_compiles()
         return _torch.why_it_failed(error) or f"{type(error).__name__}: {first_line(error)}"
     finally:
         gate.close()
@@ -220,7 +221,7 @@ def _linear_finding(kernel: Kernel, text: Any, device: torch.device, count: int,
     version = _installed(kernel.package)
     if device.type != "cuda":
         text_ = f"{layers} runs in plain PyTorch: {kernel.package} needs a GPU; slow-down not measured"
-        return Finding("target layers", "warn", text_, "pipeline.targets=cuda:0, on a machine with a GPU")
+        return Finding("target layers", "bad", text_, "pipeline.targets=cuda:0, on a machine with a GPU")
     if version is None:
         text_ = f"{layers} runs in plain PyTorch: {kernel.package} is not installed; slow-down not measured"
         return Finding("target layers", "bad", text_, f"pip install {kernel.package}")
@@ -262,7 +263,7 @@ def slow_down(kernel: Kernel, text: Any, device: torch.device) -> str:
         return "slow-down without it not measured"
     try:
         times = with_and_without(kernel, timed_config(text), device, torch.bfloat16)
-    except RuntimeError as error:
+    except Exception as error:  # whatever a kernel raises is no reason to say nothing of the rest
         return f"slow-down without it not measured: {first_line(error)}"
     if times is None:
         return "slow-down without it not measured"

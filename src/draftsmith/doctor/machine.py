@@ -34,12 +34,14 @@ _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "every start compiles everything",
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "the cache may be off",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "every start compiles FlashAttention-4's kernels",
     "TORCHINDUCTOR_MAX_AUTOTUNE": "compiling takes minutes longer, and its CUDA graphs are not thread-safe",
     "TORCH_CACHING_PRECOMPILE": "breaks with flex_attention on torch 2.13",
     "TORCH_LOGS": "writes logs while compiling",
     "TORCHDYNAMO_VERBOSE": "writes logs while compiling",
     "NVIDIA_TF32_OVERRIDE": "changes the precision of float32 matmuls",
 }
+_SLOW_WHEN_OFF = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
 _COMPILERS = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "TRITON_")
 _OFF = ("", "0", "false", "False", "no")
 
@@ -180,7 +182,7 @@ def variables(environment: os._Environ[str] | dict[str, str], others: Iterable[s
             findings.append(Finding("environment variables", "bad", f"{name}={value}: {effect}", f"unset {name}"))
     for name, effect in _SLOWING.items():
         value = environment.get(name)
-        off_is_bad = name == "TORCHINDUCTOR_FX_GRAPH_CACHE"
+        off_is_bad = name in _SLOW_WHEN_OFF
         if value is not None and (value in _OFF) == off_is_bad:
             findings.append(Finding("environment variables", "warn", f"{name}={value}: {effect}", f"unset {name}"))
     for name in others:

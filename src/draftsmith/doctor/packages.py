@@ -7,13 +7,17 @@ registry is asked.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import site
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -22,7 +26,14 @@ from draftsmith.doctor.finding import Finding
 
 SERVING = ("sglang", "vllm", "flashinfer-python", "tensorrt-llm", "lmdeploy", "sgl-kernel")
 PINNED = ("torch", "triton", "transformers", "tokenizers", "numpy", "safetensors")
-MODULES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+MODULES = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"),
+    *("fla", "causal_conv1d", "flash_attn", "draftsmith"),
+)
+# With a CUDA major as suffix up to CUDA 12; since then these carry it as their own version, others have numbers of
+# their own.
+_VERSIONED_AS_CUDA = re.compile(r"nvidia-(cublas|cuda-(runtime|nvrtc|cupti)|nvjitlink|nvtx)")
+_TORCHES = ("torch", "torchvision", "torchaudio")  # built against each other, for one CUDA
 
 
 def check(constraints: Path | None = None) -> list[Finding]:
@@ -38,16 +49,25 @@ def check(constraints: Path | None = None) -> list[Finding]:
 
 
 def flavours(installed: Iterable[metadata.Distribution]) -> list[Finding]:
-    """One package twice on the path, or CUDA libraries of two major versions."""
+    """One package twice on the path, CUDA libraries of two major versions, or torch's own packages built for two."""
     places: dict[str, list[str]] = defaultdict(list)
     cuda: dict[str, list[str]] = defaultdict(list)
+    builds: dict[str, list[str]] = defaultdict(list)
     for distribution in installed:
         name = _name(distribution)
         places[name].append(f"{distribution.version} in {distribution.locate_file('')}")
         major = re.fullmatch(r"nvidia-.*-cu(\d\d)", name)
         if major:
             cuda[major[1]].append(name)
+        elif _VERSIONED_AS_CUDA.fullmatch(name):
+            cuda[distribution.version.partition(".")[0]].append(name)
+        if name in _TORCHES and "+" in distribution.version:
+            builds[distribution.version.partition("+")[2]].append(f"{name} {distribution.version}")
     findings = []
+    if len(builds) > 1:
+        text = f"built for different devices: {', '.join(each for names in builds.values() for each in names)}"
+        mend = "pip install --force-reinstall torch and the others from one index: https://download.pytorch.org/whl"
+        findings.append(Finding("two flavours", "bad", text, mend))
     for name in PINNED:
         if len(set(places[name])) > 1:
             text = f"{name} is installed {len(places[name])} times: {'; '.join(places[name])}"
@@ -72,13 +92,23 @@ def leftovers(folders: Iterable[Path]) -> list[Finding]:
             findings.append(Finding("leftovers", "warn", text, f"rm -r {folder}/'~'*"))
         for info in folder.glob("*.dist-info"):
             distribution = metadata.Distribution.at(info)
-            names = (distribution.read_text("top_level.txt") or "").split()
-            there = [name for name in names if (folder / name).exists() or any(folder.glob(f"{name}.*"))]
-            if names and not there:
+            if _is_hollow(distribution, folder):
                 text = f"{_name(distribution)} {distribution.version} is listed, but its files are gone"
                 mend = f"rm -r {info} && pip install {_name(distribution)}=={distribution.version}"
                 findings.append(Finding("leftovers", "warn", text, mend))
     return findings or [Finding("leftovers", "ok", "none")]
+
+
+def _is_hollow(distribution: metadata.Distribution, folder: Path) -> bool:
+    """Whether nothing is there of what a distribution lists beside its own metadata; False where it lists nothing."""
+    files = (file for file in distribution.files or () if not file.parts[0].endswith((".dist-info", "..")))
+    listed = [Path(str(distribution.locate_file(file))) for file in files]
+    if not listed:
+        modules = (distribution.read_text("top_level.txt") or "").split()
+        listed = [
+            folder / each for name in modules for each in (name, *(file.name for file in folder.glob(f"{name}.*")))
+        ]
+    return bool(listed) and not any(file.exists() for file in listed)
 
 
 def serving(installed: Iterable[metadata.Distribution]) -> list[Finding]:
@@ -110,6 +140,7 @@ def serving(installed: Iterable[metadata.Distribution]) -> list[Finding]:
 def foreign_modules(names: Iterable[str] = MODULES) -> list[Finding]:
     """Modules that would be imported from outside this environment (PYTHONPATH, user site, working directory)."""
     inside = [Path(folder).resolve() for folder in {*_site_folders(), sys.prefix, sys.base_prefix}]
+    inside += _editable_sources()
     user = Path(site.getusersitepackages()).resolve() if site.ENABLE_USER_SITE else None
     findings = []
     for name in names:
@@ -122,6 +153,15 @@ def foreign_modules(names: Iterable[str] = MODULES) -> list[Finding]:
             mend = "export PYTHONNOUSERSITE=1" if at_user else "unset PYTHONPATH, and start from another folder"
             findings.append(Finding("foreign modules", "warn", f"{name} comes from {origin}", mend))
     return findings or [Finding("foreign modules", "ok", "all from this environment")]
+
+
+def _editable_sources() -> list[Path]:
+    """Folders that Draftsmith is installed from in place; its modules come from there."""
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        content = json.loads(metadata.distribution("draftsmith").read_text("direct_url.json") or "{}")
+        if content.get("dir_info", {}).get("editable"):
+            return [Path(url2pathname(urlparse(content["url"]).path)).resolve()]
+    return []
 
 
 def drift(constraints: Path | None) -> list[Finding]:

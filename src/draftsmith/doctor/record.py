@@ -70,7 +70,11 @@ def restore(run: Path) -> list[str]:
 def _checkout(commit: dict[str, Any]) -> list[str]:
     """The run's sources in a folder of their own; what git did not keep of them is said."""
     folder = shlex.quote(f"../draftsmith-{commit['id'][:12]}")
-    lines = [f"git worktree add {folder} {shlex.quote(commit['id'])}", f"cd {folder}"]
+    lines = [
+        "# in a checkout of Draftsmith:",
+        f"git worktree add {folder} {shlex.quote(commit['id'])}",
+        f"cd {folder}",
+    ]
     if commit.get("changes"):
         lines.append(f"# the run had changes that were not committed (hash {commit['changes']}): not restored")
     if commit.get("untracked"):

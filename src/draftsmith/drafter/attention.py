@@ -9,7 +9,7 @@ Shapes: queries [heads, Q, D], keys and values [kv_heads, S + Q, D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,10 +23,14 @@ LayerMasks = dict[LayerKind, "BlockMask | DenseMask"]
 
 @dataclass(frozen=True)
 class DenseMask:
-    """Masks of the dense path, true where visible: context [Q, S], own block [N, B, B]."""
+    """Masks of the dense path, true where visible: context [Q, S], own block [N, B, B].
+
+    `float32` has scores and sums computed in float32, as kernels keep them, whatever the inputs' dtype.
+    """
 
     context_QS: Tensor
     own_NBB: Tensor
+    float32: bool = False
 
 
 def build_masks(batch: DraftBatch, attention: str) -> LayerMasks:
@@ -130,6 +134,8 @@ def attend(
 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: DenseMask) -> Tensor:
     """The dense reference; softmax in float32 whatever the dtype of the inputs."""
+    if mask.float32:
+        return attend_dense(query.float(), key.float(), value.float(), replace(mask, float32=False)).to(value.dtype)
     heads, queries, dim = query.shape
     kv_heads, length = key.shape[0], mask.context_QS.shape[1]
     count, block_size = mask.own_NBB.shape[:2]

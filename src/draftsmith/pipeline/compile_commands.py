@@ -162,10 +162,13 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
             cold = _in_process(short, filling, Path(scratch))
             # Under another name: nothing in it may depend on where it lies.
             os.rename(filling, checking)
+            kernels = cache.flash_kernels(checking)
             tell(f"filled in {cold['warm_up_seconds']:.1f} s; loading it in another process")
             second = _in_process(short, checking, Path(scratch))
             entries = second["ledger"]["entries"]
             missed = [f"{e['region']} ({e['direction']})" for e in entries if e["cache"] == "miss"]
+            if config.compile.flex_backend == "flash" and not kernels == cache.flash_kernels(checking) != set():
+                missed.append("FlashAttention-4's kernels")
             if missed or not any(entry["cache"] == "hit" for entry in entries):
                 raise UserError(
                     f"a second process compiled again: {', '.join(missed) or 'no graph came from the cache'}",
@@ -293,7 +296,7 @@ def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, 
     # What it leaves in temporary folders goes with the scratch folder, however it ends.
     temporary = tempfile.mkdtemp(dir=scratch)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": temporary}
-    for name in ("TRITON_CACHE_DIR", cache.FLASH_FOLDER):
+    for name in ("TRITON_CACHE_DIR", cache.FLASH_FOLDER, cache.FLASH_SWITCH):
         environment.pop(name, None)
     command = [sys.executable, "-m", "draftsmith.pipeline.compile_commands", str(given), str(result), str(os.getpid())]
     # In a thread, where no signal raises: a process that has been started is known here, whatever comes meanwhile.

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ import draftsmith
 from draftsmith.blocks import DraftBatch, Row
 from draftsmith.compiled import (
     CompiledTooLate,
+    Differs,
     Evidence,
     Expected,
     Gate,
@@ -308,8 +310,7 @@ class Compiling:
         late = [each for each in new if each.late]
         for each in late:
             what = f"{each.region or 'a function outside any region'} compiled ({each.direction}) after the warm-up"
-            why = " ".join(each.reason.split()) or "it was never warmed up"
-            self.log.write("notice", text=f"{what}, while {each.thread} worked: {why}")
+            self.log.write("notice", text=f"{what}, while {each.thread} worked: {each.why()}")
         if late:
             self._write()
 
@@ -458,11 +459,15 @@ def use_cache(plan: Plan) -> str:
     Returns:
         What to tell where the environment names another folder; else "".
     """
-    if cache.use(cache_folder(plan)):
-        return ""
+    chosen, places = cache.use(cache_folder(plan)), []
     named = cache.inductor_folder()
-    how = "" if cache.own_cache_of(named) else ", which has no lock and which no command of Draftsmith changes"
-    return f"TORCHINDUCTOR_CACHE_DIR names the compile cache: {named}{how}"
+    if not chosen:
+        how = "" if cache.own_cache_of(named) else ", which has no lock and which no command of Draftsmith changes"
+        places.append(f"TORCHINDUCTOR_CACHE_DIR names the compile cache: {named}{how}")
+    flash = os.environ[cache.FLASH_FOLDER]
+    if plan.config.compile.flex_backend == "flash" and Path(flash) != named / "flash":
+        places.append(f"{cache.FLASH_FOLDER} names another place for FlashAttention-4's kernels: {flash}")
+    return "; ".join(places)
 
 
 @contextlib.contextmanager
@@ -502,6 +507,12 @@ def explained() -> Iterator[None]:
             str(error),
             where="compile.on_recompile",
             fix="compile.on_recompile=warn compiles it and goes on; shapes should not change in a run, so report this",
+        ) from error
+    except Differs as error:
+        raise UserError(
+            str(error),
+            where="warm-up",
+            fix="compile.flex_backend=triton if it is flash; otherwise report this: what was compiled is wrong",
         ) from error
     except NotCompiled as error:
         raise UserError(

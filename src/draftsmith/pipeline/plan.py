@@ -89,6 +89,12 @@ class Plan:
         return lambda topology: _lacks(_memory(self, topology), free)
 
     @property
+    def way(self) -> str:
+        """How the drafter attends, for people."""
+        kernels = ", FlashAttention-4" if self.config.compile.flex_backend == "flash" else ""
+        return f"{self.attention}, {'compiled' if self.compiled else 'eager'}{kernels}"
+
+    @property
     def steps(self) -> int:
         """Updates of the whole run."""
         return self.sequence.steps
@@ -110,8 +116,7 @@ class Plan:
             f"{config.optimizer.name} at {config.optimizer.lr:g}, {config.optimizer.schedule}",
             f"devices   targets on {_names(topology.targets)}; drafters on {_names(topology.drafters)}; "
             f"{config.pipeline.prefetch} prefetch workers ({topology.reason})",
-            f"attention {self.attention}, {'compiled' if self.compiled else 'eager'}"
-            f"{', FlashAttention-4' if config.compile.flex_backend == 'flash' else ''}",
+            f"attention {self.way}",
         ]
         sequence = self.sequence
         if sequence.ranks > 1:
@@ -133,6 +138,7 @@ class Plan:
             "drafter": {**vars(self.spec), "parameters": self.parameters, "dtype": _name(self.dtype)},
             "mask_token_rule": self.mask.rule,
             "attention": self.attention,
+            "flex_backend": self.config.compile.flex_backend if self.attention == "flex" else None,
             "compiled": self.compiled,
             "devices": {
                 "targets": [str(device) for device in self.topology.targets],
@@ -397,11 +403,12 @@ def check_flex_backend(
     """
     if config.compile.flex_backend != "flash":
         return
-    why = "attention is dense here"
-    if attention == "flex":
-        why = next(filter(None, (flash.missing(device, head_dim, dtype) for device in drafters)), "")
-    if why:
-        raise UserError(f"flash is not possible: {why}", where="compile.flex_backend", fix=flash.INSTALL)
+    if attention != "flex":
+        raise UserError(
+            f"flash is a way of flex attention, and attention is {attention} here", where=flash.WHERE, fix=flash.TRITON
+        )
+    for device in drafters:
+        flash.check(device, head_dim, dtype)
 
 
 def _sequence(config: RunConfig, corpus: Corpus, overfit: bool, notices: list[str]) -> JobSequence:

@@ -10,7 +10,7 @@ are what a kernel's backward computes, of all layers below the last one too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ DOCUMENT = 16  # tokens of a made-up document
 BLOCKS = 4  # compared with the reference
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # ‖difference‖ / ‖reference‖
 GRADIENT_SLACK = 2.5  # times those: a gradient has gone through as many roundings again
+ROUNDINGS = 2.0  # times what rounding the reference's scores to the dtype changes
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,11 @@ def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
     """Compares the replica's drafter with the dense reference on a few blocks, output and gradients; "" where they
     agree.
 
-    Agreeing means: close by the dtype's tolerance, and much closer than a reference that leaks the anchor's own token,
-    so a drafter that attention hardly moves cannot pass by that. Leaves no gradient behind.
+    Agreeing means: close by the dtype's tolerance, or by what rounding the reference's own scores changes (with sharp
+    attention that is more), and much closer than a reference that leaks the anchor's own token, so a drafter that
+    attention hardly moves cannot pass by that. Leaves no gradient behind.
+
+    Cost: a row's forward and backward, and two sets of gradients of the projections.
     """
     batch = sample.batch
     valid = int(batch.valid_N.sum())
@@ -100,20 +104,23 @@ def differs_from_reference(plan: Plan, replica: Replica, sample: Sample) -> str:
     blocks_k = torch.linspace(0, valid - 1, min(BLOCKS, valid)).round().long().unique().to(batch.anchors_N.device)
     block_size = plan.spec.block_size
     slots_K = (blocks_k[:, None] * block_size + torch.arange(block_size, device=blocks_k.device)).reshape(-1)
-    hidden_KH = replica.hidden(sample.features, sample.batch)[slots_K]
-    ours = _seen(replica, hidden_KH)
-    right, leaking = (
-        _seen(replica, _reference(plan, replica, sample, blocks_k, slots_K, leak=leak)) for leak in (0, 1)
-    )
-    for what, reference in right.items():
-        error, leak = (_distance(other[what], reference) for other in (ours, leaking))
-        limit = LIMITS[plan.dtype] * (1 if what == OUTPUT else GRADIENT_SLACK)
+
+    def reference(leak: int = 0, *, float32: bool = True) -> dict[str, list[Tensor]]:
+        return _seen(replica, _reference(plan, replica, sample, blocks_k, slots_K, leak, float32))
+
+    right = reference()
+    errors = _distances(_seen(replica, replica.hidden(sample.features, batch)[slots_K]), right)
+    rounding = _distances(reference(float32=False), right)
+    leaks = _distances(reference(leak=1), right)
+    for what, error in errors.items():
+        slack = 1.0 if what == OUTPUT else GRADIENT_SLACK
+        limit = max(slack * LIMITS[plan.dtype], ROUNDINGS * rounding[what])
         if not error <= limit:
             return f"its {what} differs from the dense reference by {error:.1e} of its size (limit {limit:.0e})"
-        if not error <= leak / 2:
+        if not error <= leaks[what] / 2:
             return (
                 f"its {what} is no nearer to the dense reference ({error:.1e}) than one that sees the anchor "
-                f"({leak:.1e})"
+                f"({leaks[what]:.1e})"
             )
     return ""
 
@@ -134,19 +141,28 @@ def _seen(replica: Replica, hidden_KH: Tensor) -> dict[str, list[Tensor]]:
     return found
 
 
-def _distance(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """‖ours - reference‖ / ‖reference‖, of all tensors as one vector."""
-    size = torch.stack([each.float().norm() for each in reference]).norm().clamp_min(1e-12)
-    pairs = zip(ours, reference, strict=True)
-    return float(torch.stack([(mine.float() - theirs.float()).norm() for mine, theirs in pairs]).norm() / size)
+def _distances(seen: dict[str, list[Tensor]], reference: dict[str, list[Tensor]]) -> dict[str, float]:
+    """Of each thing that is compared the largest ‖difference‖ / ‖reference‖ of a layer; a layer whose gradient is far
+    smaller than the others' counts as a tenth of their size."""
+    found = {}
+    for what, theirs in reference.items():
+        sizes = torch.stack([each.float().norm() for each in theirs])
+        least = sizes.square().mean().sqrt() / 10
+        errors = [(mine.float() - each.float()).norm() for mine, each in zip(seen[what], theirs, strict=True)]
+        found[what] = float((torch.stack(errors) / sizes.maximum(least).clamp_min(1e-12)).max())
+    return found
 
 
-def _reference(plan: Plan, replica: Replica, sample: Sample, blocks_k: Tensor, slots_K: Tensor, leak: int) -> Tensor:
+def _reference(
+    plan: Plan, replica: Replica, sample: Sample, blocks_k: Tensor, slots_K: Tensor, leak: int, float32: bool
+) -> Tensor:
     batch, device = sample.batch, slots_K.device
     embeddings_KH = replica.head.embed(batch.inputs_Q[slots_K]).to(sample.features.taps_SF.dtype)
     document_S = sample.document_S.to(device)
     masks = {
-        kind: dense_rule(kind, document_S, batch.anchors_N[blocks_k] + leak, plan.spec.block_size, leak)
+        kind: replace(
+            dense_rule(kind, document_S, batch.anchors_N[blocks_k] + leak, plan.spec.block_size, leak), float32=float32
+        )
         for kind in plan.spec.kinds
     }
     return replica.model.forward(
