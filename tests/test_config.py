@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,37 @@ def test_unknown_variant() -> None:
     assert "drafter.variant 'eagle' is unknown (valid: 'dflash')" in problem(
         {**MINIMAL, "drafter": {"variant": "eagle"}}
     )
+
+
+def test_the_page_of_all_keys_is_current() -> None:
+    """docs/config.md, by `python scripts/config_page.py --write`."""
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("config_page", root / "scripts" / "config_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (root / "docs" / "config.md").read_text(encoding="utf-8") == module.page()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("drafter.layers", "drafter.intermediate_size", "drafter.head_dim", "drafter.heads", "rows.length"),
+        *("training.rows_per_update", "training.epochs", "training.steps", "pipeline.prefetch", "pipeline.queue"),
+    ],
+)
+def test_numbers_beyond_sense_are_refused_where_they_stand(key: str) -> None:
+    """They would be overflows, or hours, later."""
+    section, name = key.split(".")
+    assert f"{key}: Input should be less than or equal to" in problem({**MINIMAL, section: {name: 10**26}})
+
+
+@pytest.mark.parametrize(("section", "name"), [("data", "chat_template"), ("target", "path"), ("training", "output")])
+def test_a_path_with_a_nul_is_refused(section: str, name: str) -> None:
+    content: dict[str, Any] = {key: dict(value) for key, value in MINIMAL.items()}
+    content.setdefault(section, {})[name] = "a\0b"
+    assert f"{section}.{name}: a path holds no NUL character" in problem(content)
 
 
 def test_a_config_is_frozen() -> None:

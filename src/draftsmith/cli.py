@@ -134,7 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     except _usage_error() as error:
         if _another_finds_it():
             return _leave_it_to_another()
-        return _refuse(f"{error.format_message()} (draftsmith --help tells more)")  # type: ignore[attr-defined]
+        said = error.format_message().replace(": Value error, ", ": ")  # type: ignore[attr-defined]  # pydantic's words
+        return _refuse(f"{said} (draftsmith --help tells more)")  # type: ignore[attr-defined]
     except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
         code = _say_who_ended_it(error.__cause__ if isinstance(error, _Interrupted) else error)
         if own and threading.active_count() > 1:

@@ -39,6 +39,8 @@ DType = Literal["float32", "bfloat16"]
 
 
 def _at_home(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path holds no NUL character")
     try:
         return at_home(path)
     except UserError as error:
@@ -104,7 +106,7 @@ class TargetConfig(Section):
         "full", description="fp8: linear layers up to the last tap in fp8 while training (Ada, Hopper or newer)"
     )
     fp8_bound: float = Field(0.1, gt=0, description="relative change of features above which fp8 is refused")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run the code that the target's folder or repository brings")
 
     @model_validator(mode="after")
     def _something_to_lower(self) -> TargetConfig:
@@ -152,7 +154,9 @@ class DataConfig(Section):
     held_out: tuple[DataEntry, ...] = Field(
         (), description="files that are only evaluated; empty: split off `held_out_share`"
     )
-    held_out_share: float = Field(0.02, ge=0.0, le=0.5)
+    held_out_share: float = Field(
+        0.02, ge=0.0, le=0.5, description="of data.train, split off by content where data.held_out is empty"
+    )
     chat_template: Place | None = Field(None, description="file with a Jinja template; none: the tokenizer's own")
     template_options: dict[str, Any] = Field({}, description="passed to the template, e.g. {enable_thinking: false}")
     too_long: Literal["skip", "truncate"] = Field("truncate", description="conversations longer than rows.length")
@@ -182,17 +186,19 @@ class DataConfig(Section):
 class DrafterConfig(Section):
     """Geometry of the drafter; hidden size and vocabulary are always the target's."""
 
-    variant: str = "dflash"
-    layers: int = Field(5, ge=1)
-    block_size: int = Field(16, ge=2, le=128)
+    variant: str = Field("dflash", description="kind of drafter")
+    layers: int = Field(5, ge=1, le=256, description="decoder layers")
+    block_size: int = Field(16, ge=2, le=128, description="B: the last known token and B-1 drafted ones")
     taps: tuple[int, ...] | None = Field(None, description="target layers to tap; none: evenly spaced by rule")
     mask_token_id: int | None = Field(None, ge=0, description="an existing embedding row; none: chosen by rule")
-    heads: int | None = Field(None, ge=1, description="none: the target's")
-    kv_heads: int | None = Field(None, ge=1, description="none: the target's")
-    head_dim: int | None = Field(None, ge=2, description="none: the target's")
-    intermediate_size: int | None = Field(None, ge=1, description="none: the target's")
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
-    sliding_window: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1, le=4096, description="none: the target's")
+    kv_heads: int | None = Field(None, ge=1, le=4096, description="none: the target's")
+    head_dim: int | None = Field(None, ge=2, le=4096, description="none: the target's")
+    intermediate_size: int | None = Field(None, ge=1, le=2**24, description="none: the target's")
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Field(
+        None, description="one for each layer; none: full attention in all"
+    )
+    sliding_window: int | None = Field(None, ge=1, le=2**31, description="tokens that a sliding layer sees back")
     causal: bool | None = Field(None, description="overrides every layer; none: sliding causal, full bidirectional")
     attention: Literal["auto", "flex", "dense"] = Field("auto", description="auto: flex on CUDA, dense on CPU")
     init: Place | None = Field(
@@ -216,8 +222,8 @@ class DrafterConfig(Section):
 class RowsConfig(Section):
     """The static shape of one training row."""
 
-    length: int = Field(3072, ge=16, description="S: context tokens of a row")
-    anchors: int = Field(512, ge=1, description="N: anchors of a row, fewer than its tokens")
+    length: int = Field(3072, ge=16, le=2**24, description="S: context tokens of a row")
+    anchors: int = Field(512, ge=1, le=2**24, description="N: anchors of a row, fewer than its tokens")
 
     @model_validator(mode="after")
     def _anchors_fit(self) -> RowsConfig:
@@ -258,7 +264,9 @@ class ObjectiveConfig(Section):
     labels: Literal["data", "kl", "tv"] = Field(
         "data", description="data: CE; kl, tv: distance to the target's distribution"
     )
-    weights: Literal["decay", "dpace"] = "decay"
+    weights: Literal["decay", "dpace"] = Field(
+        "decay", description="of slots: decay by their place; dpace also by how likely the ones before are accepted"
+    )
     gamma: float | None = Field(None, gt=0, description="decay length; none: 7 for B=16, 4 for B=8, else 0.45·B")
     alpha: float = Field(0.5, ge=0, le=1, description="smoothing of the dpace weights")
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -270,13 +278,17 @@ class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: 2-D weights by Muon, the rest by AdamW")
-    lr: float = Field(6e-4, gt=0)
+    lr: float = Field(6e-4, gt=0, description="of AdamW, at the height of the schedule")
     muon_lr: float | None = Field(None, gt=0, description="none: 10 × lr")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="of AdamW"
+    )
+    eps: float = Field(1e-8, gt=0, description="of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled, times the rate of the moment")
     clip: float = Field(1.0, gt=0, description="global gradient norm")
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="wsd: constant after the warm-up, then down; all begin with the warm-up"
+    )
     warmup: float = Field(0.04, ge=0, le=1, description="share of the steps")
     decay: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays over")
     final_lr: float = Field(0.0, ge=0, le=1, description="share of lr left at the last step")
@@ -286,14 +298,16 @@ class TrainingConfig(Section):
     """How long, how often, and where to."""
 
     output: Place = Field("runs/default", description="run folder")
-    epochs: float = Field(6.0, gt=0)
-    steps: int | None = Field(None, ge=1, description="updates; overrides epochs")
-    rows_per_update: int = Field(1, ge=1)
-    seed: int = Field(0, ge=0, lt=2**32)
+    epochs: float = Field(6.0, gt=0, le=1e6, description="passes over the data")
+    steps: int | None = Field(None, ge=1, le=10**12, description="updates; overrides epochs")
+    rows_per_update: int = Field(1, ge=1, le=2**20, description="a multiple of the number of drafters")
+    seed: int = Field(0, ge=0, lt=2**32, description="of weights, order and anchors")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="compute; master weights are always float32"
     )
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(
+        False, description="compute the drafter's layers again in the backward instead of keeping them"
+    )
     eval_every: int = Field(200, ge=0, description="updates between held-out evaluations; 0: only at the end")
     eval_rows: int = Field(8, ge=0, description="held-out rows of one evaluation")
     save_every: int = Field(500, ge=0, description="updates between checkpoints; 0: only at the end")
@@ -305,7 +319,7 @@ class TrainingConfig(Section):
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="an update whose loss or gradient is not finite: stop ends the run, skip leaves it out"
     )
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write the run's figures for TensorBoard, too")
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = Field(
         (), description="further trackers; each needs its extra, draftsmith[wandb] and so on"
     )
@@ -314,10 +328,14 @@ class TrainingConfig(Section):
 class PipelineConfig(Section):
     """Which device does what. Devices may repeat; CPU devices count."""
 
-    targets: tuple[str, ...] = Field(("auto",), min_length=1)
-    drafters: tuple[str, ...] = Field(("auto",), min_length=1)
-    prefetch: int = Field(2, ge=1, description="threads that make rows")
-    queue: int = Field(2, ge=1, description="rows that may wait in front of each worker")
+    targets: tuple[str, ...] = Field(
+        ("auto",), min_length=1, description="devices, one worker each; cuda:0+cuda:1 for one target over both"
+    )
+    drafters: tuple[str, ...] = Field(
+        ("auto",), min_length=1, description="devices, one replica each; auto: the fastest use of all GPUs, measured"
+    )
+    prefetch: int = Field(2, ge=1, le=256, description="threads that make rows")
+    queue: int = Field(2, ge=1, le=2**16, description="rows that may wait in front of each worker")
     queue_gib: float | None = Field(
         None, gt=0, description="GiB of features that may wait in front of each drafter; none: as many as queue rows"
     )
@@ -350,7 +368,7 @@ class CompileConfig(Section):
     flex_backend: Literal["triton", "flash"] = Field(
         "triton", description="flash: FlashAttention-4's kernels, faster for long documents; pip install flash-attn-4"
     )
-    on_recompile: Literal["error", "warn"] = "error"
+    on_recompile: Literal["error", "warn"] = Field("error", description="what to do where something compiles late")
     evidence: Literal["error", "warn", "off"] = Field(
         "error", description="profile a step now and then: what to do where the compiled kernels are not seen"
     )
@@ -423,6 +441,10 @@ class RunConfig(Section):
     def fingerprint(self) -> str:
         """Hash of everything that decides what is learned. Where, how often and how long it is kept does not count, nor
         what is evaluated and watched on the way, nor what only saves memory."""
+        return hashlib.sha256(json.dumps(self.learned_by(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def learned_by(self) -> dict[str, Any]:
+        """What `fingerprint` is of, as JSON holds it."""
         content = self.model_dump(mode="json", exclude={"decoding", "pipeline"})
         for name in ("output", "save_every", "keep", "keep_every", "grace", "tensorboard", "trackers", "on_nan"):
             content["training"].pop(name)
@@ -435,7 +457,7 @@ class RunConfig(Section):
         if content["target"]["precision"] == "full":
             content["target"].pop("precision")
         content["data"].pop("cache")
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        return content
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

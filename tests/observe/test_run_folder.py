@@ -59,6 +59,23 @@ def test_a_different_run_is_refused_and_the_difference_named(tmp_path: Path) -> 
     assert snapshot(tmp_path) == before
 
 
+def test_only_what_may_not_differ_is_named(tmp_path: Path) -> None:
+    """Not what a run may be resumed with, though it differs too; a key that the run's version did not have is at its
+    default."""
+    given = config(tmp_path / "run")
+    open_run_folder(given).close()
+    file = tmp_path / "run" / "run.json"
+    content = json.loads(file.read_text())
+    del content["config"]["compile"]["flex_backend"], content["config"]["optimizer"]["decay"]
+    file.write_text(json.dumps(content))
+    changed = given.model_dump(mode="json")
+    changed["training"] |= {"eval_every": 3, "save_every": 4, "keep": 9, "steps": 7}
+    changed["compile"] |= {"flex_backend": "flash", "evidence": "warn"}
+    changed["decoding"]["every"] = 5
+    with pytest.raises(UserError, match=r"different run \(training\.steps None there, 7 here\)"):
+        open_run_folder(parse_config(changed), resume=True)
+
+
 def test_the_same_run_needs_resume(tmp_path: Path) -> None:
     open_run_folder(config(tmp_path / "run")).close()
     for attempt in (open_run_folder, check_run_folder):

@@ -10,7 +10,8 @@ import torch
 from draftsmith.bench.geometry import find_geometry
 from draftsmith.pipeline.init import DataFacts, longer_rows
 
-MUCH = DataFacts(100, 100, 50_000_000, 900, 0.6, torch.zeros(4, dtype=torch.bool), whole=True)
+DOCUMENT, USED = torch.ones(900, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
+MUCH = DataFacts(100, 100, 50_000_000, 900, (DOCUMENT,), USED, whole=True)
 
 
 @pytest.mark.parametrize(

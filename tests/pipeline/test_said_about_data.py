@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith import cli
 from draftsmith.errors import UserError
@@ -37,11 +38,11 @@ def test_rows_longer_than_the_targets_positions_are_said(tiny_run: Any, tmp_path
 
 def test_rows_far_beyond_the_targets_positions_are_refused(tiny_run: Any) -> None:
     make_plan(tiny_run(rows={"length": 64 * 512}))
-    config = tiny_run(rows={"length": 100_000_000})
-    message = r"rows\.length: 100,000,000 tokens are more than 64 times the 512 positions of the target \(512 holds"
+    config = tiny_run(rows={"length": 10_000_000})
+    message = r"rows\.length: 10,000,000 tokens are more than 64 times the 512 positions of the target \(512 holds"
     with pytest.raises(UserError, match=message):
         make_plan(config)
-    assert "rows.length: 100,000,000 tokens" in check_data(config).failures[0]
+    assert "rows.length: 10,000,000 tokens" in check_data(config).failures[0]
 
 
 def test_anchors_far_above_what_rows_have_are_said(tiny_run: Any) -> None:
@@ -58,10 +59,21 @@ def test_anchors_far_above_what_rows_have_are_said(tiny_run: Any) -> None:
 
 def test_init_lowers_rows_to_the_targets_positions_and_says_what_it_cuts(tiny_run: Any) -> None:
     geometry = read_geometry(tiny_run().target)
-    facts = DataFacts(10, 10, 10**7, 900, 0.5, None, True)  # type: ignore[arg-type]
+    facts = DataFacts(10, 10, 10**7, 900, (torch.ones(900, dtype=torch.bool),), torch.zeros(4), True)
     length, reason = choose_row_length(facts, geometry)
     assert length == 512
     assert reason == "all positions that the target has; 1 in 100 documents is longer (900 tokens) and is cut"
+
+
+def test_init_counts_what_rows_will_hold(tiny_run: Any) -> None:
+    """One endless document among short ones: a row takes its beginning."""
+    half = torch.arange(100) < 50
+    documents = (*[half] * 60, torch.cat((half, torch.zeros(99_900, dtype=torch.bool))))
+    facts = DataFacts(61, 61, 106_000, 100, documents, torch.zeros(4), True)
+    assert facts.tokens_in(1024) == 60 * 100 + 1024
+    assert facts.taught_in(1024) == 61 * 50 / facts.tokens_in(1024)
+    length, reason = choose_row_length(facts, read_geometry(tiny_run().target))
+    assert (length, reason) == (512, "so that an epoch of this little data has about 12 rows")
 
 
 TURNS = {"turns": ["first", "second", "third"]}

@@ -209,13 +209,15 @@ def test_resuming_with_other_data_is_refused(tiny_run, tiny_chats: Path, tmp_pat
         ({"drafter": {"taps": [0, 99]}}, "out of range"),
         ({"drafter": {"mask_token_id": 10_000}}, "outside the target's"),
         ({"drafter": {"attention": "flex"}}, "cannot learn on CPU"),
-        ({"pipeline": {"targets": ["cuda:7"]}}, r"auto stands for both .* \(name pipeline.drafters too\)"),
+        ({"pipeline": {"targets": ["cpu"]}}, r"auto stands for both .* \(name pipeline.drafters too\)"),
+        ({"pipeline": {"targets": ["cuda:7"]}}, "'cuda:7' does not exist"),
         (
             {"pipeline": {"targets": ["auto", "cpu"]}},
             r"auto stands for both .* \(write auto once for each role, alone\)",
         ),
         ({"pipeline": {"targets": ["cuda:7"], "drafters": ["cpu"]}}, "does not exist"),
         ({"pipeline": {"targets": ["tpu"], "drafters": ["cpu"]}}, "is not a device"),
+        ({"pipeline": {"targets": ["tpu"]}}, "'tpu' is not a device"),
         ({"drafter": {"heads": 4, "kv_heads": 3}}, "cannot share"),
     ],
 )

@@ -11,11 +11,12 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import draftsmith
-from draftsmith.config import RunConfig
+from draftsmith.config import RunConfig, parse_config
 from draftsmith.errors import UserError, reason_of, what_is_at
 from draftsmith.observe.aside import asides, remove_left, written_aside
 from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
@@ -144,7 +145,7 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
     there = _read_run_file(path)
     if there["fingerprint"] != config.fingerprint():
         raise UserError(
-            f"already holds a different run ({_difference(there['config'], config.model_dump(mode='json'))})",
+            f"already holds a different run ({_difference(there['config'], config)})",
             where=where,
             fix="choose another training.output, or resume with the config that started it",
         )
@@ -192,13 +193,15 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     )
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first keys whose values differ, "drafter.layers 5 there, 4 here"; output and devices do not count."""
-    flat_there, flat_here = _flatten(there), _flatten(here)
+def _difference(there: dict[str, Any], config: RunConfig) -> str:
+    """The first keys whose values differ and may not where a run is resumed, "drafter.layers 5 there, 4 here"."""
+    flat_there, flat_here = _flatten(there), _flatten(config.learned_by())
+    with suppress(UserError):  # written by another version, it may hold what this one does not know
+        flat_there = _flatten(parse_config(there).learned_by())
     differing = [
-        f"{key} {flat_there.get(key)} there, {flat_here.get(key)} here"
-        for key in sorted({*flat_there, *flat_here} - {"training.output"})
-        if flat_there.get(key) != flat_here.get(key) and not key.startswith(("pipeline.", "decoding."))
+        f"{key} {flat_there.get(key)} there, {value} here"
+        for key, value in sorted(flat_here.items())
+        if flat_there.get(key) != value
     ]
     if not differing:
         return "same settings, other version of the config"

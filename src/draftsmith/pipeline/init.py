@@ -44,9 +44,9 @@ class DataFacts:
     Attributes:
         conversations: looked at.
         usable: of them.
-        tokens: estimate for the whole file.
+        tokens: estimate for the whole file, of documents that no row cuts.
         long_length: tokens that 99 of 100 documents do not exceed.
-        taught_share: share of the tokens that the assistant wrote.
+        taught: bool, true for tokens that the assistant wrote, of each document looked at.
         used_ids: bool [V], true for tokens that occur in the sample.
         whole: the sample is the whole file.
     """
@@ -55,9 +55,19 @@ class DataFacts:
     usable: int
     tokens: int
     long_length: int
-    taught_share: float
+    taught: tuple[Tensor, ...]
     used_ids: Tensor
     whole: bool
+
+    def tokens_in(self, length: int) -> int:
+        """Estimate for the whole file in rows of `length`, which cut what is longer."""
+        cut = sum(min(len(each), length) for each in self.taught)
+        return self.tokens * cut // sum(map(len, self.taught))
+
+    def taught_in(self, length: int) -> float:
+        """Share of those that the assistant wrote."""
+        cut = [each[:length] for each in self.taught]
+        return sum(int(each.sum()) for each in cut) / sum(map(len, cut))
 
 
 def write_config(target: str, data: str, path: Path) -> Path:
@@ -99,8 +109,8 @@ def look_at_data(data: str, tokenizer: Any, vocab_rows: int) -> DataFacts:
     tokeniser = Tokeniser(tokenizer)
     used = torch.zeros(vocab_rows, dtype=torch.bool)
     conversations = read_conversations([data])
-    lengths: list[int] = []
-    seen = taught = usable = characters = 0
+    taught: list[Tensor] = []
+    seen = usable = characters = 0
     while seen < SAMPLE:
         batch = list(islice(conversations, min(_BATCH, SAMPLE - seen)))
         if not batch:
@@ -111,31 +121,31 @@ def look_at_data(data: str, tokenizer: Any, vocab_rows: int) -> DataFacts:
             characters += len(text.encode(errors="surrogatepass"))  # halves of pairs are refused, but counted
             usable += bool(result.documents)
             for document in result.documents:
-                lengths.append(len(document))
-                taught += int(document.loss_mask.sum())
+                taught.append(document.loss_mask.bool())
                 used[document.tokens[document.tokens < vocab_rows]] = True
-    if not lengths:
+    if not taught:
         raise UserError(
             f"none of the first {seen} conversations can be taught",
             where=data,
             fix="every conversation needs an assistant turn, or text",
         )
     whole = next(iter(conversations), None) is None
-    tokens = sum(lengths)
+    tokens = sum(map(len, taught))
     if not whole:
         size = sum(file.path.stat().st_size for file in find_files([data]))  # of compressed data, a lower bound
         tokens = int(tokens * max(1.0, size / max(1, characters)))
-    longest = sorted(lengths)[min(len(lengths) - 1, len(lengths) * 99 // 100)]
-    return DataFacts(seen, usable, tokens, longest, taught / sum(lengths), used, whole)
+    lengths = sorted(map(len, taught))
+    longest = lengths[min(len(lengths) - 1, len(lengths) * 99 // 100)]
+    return DataFacts(seen, usable, tokens, longest, tuple(taught), used, whole)
 
 
 def choose_row_length(facts: DataFacts, geometry: TargetGeometry) -> tuple[int, str]:
     """S and the reason for it: 3072 or 4096 as published, less for little data or a target of short context."""
     length = 3072 if facts.long_length <= 3072 else 4096
     reason = "as published" if length == 3072 else f"1 in 100 documents is longer than {facts.long_length} tokens"
-    while length > 512 and facts.tokens < _LEAST_ROWS * length:
+    while length > 512 and facts.tokens_in(length) < _LEAST_ROWS * length:
         length = 2048 if length > 2048 else length // 2
-        reason = f"so that an epoch of this little data has about {max(1, facts.tokens // length)} rows"
+        reason = f"so that an epoch of this little data has about {max(1, facts.tokens_in(length) // length)} rows"
     most = geometry.max_position_embeddings
     if length > most:
         longer = (
@@ -152,7 +162,7 @@ def longer_rows(facts: DataFacts, geometry: TargetGeometry, length: int) -> str:
     longer than running them takes the device, and longer rows are more work for the same launches. "" elsewhere."""
     longer = min(_LONGER, geometry.max_position_embeddings)
     small = geometry.layers * geometry.layer_parameters < _SMALL
-    if not small or longer < 2 * length or facts.tokens < _LEAST_ROWS * longer:
+    if not small or longer < 2 * length or facts.tokens_in(longer) < _LEAST_ROWS * longer:
         return ""
     return f"; on a large GPU try {longer}, for so small a target (draftsmith bench row)"
 
@@ -174,13 +184,14 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
     mask = choose_mask_token(tokenizer, geometry.vocab_rows, facts.used_ids)
     anchors = min(512, max(8, length // 6 // 8 * 8))
     rows_per_update = max(1, torch.cuda.device_count())
-    updates = max(1, EPOCHS * -(-facts.tokens // length) // rows_per_update)
+    tokens = facts.tokens_in(length)
+    updates = max(1, EPOCHS * -(-tokens // length) // rows_per_update)
     about = "" if facts.whole else "about "
     lines: list[str | tuple[str, str]] = [
         f"# draftsmith train {shlex.quote(str(path))} [section.key=value ...]",
         f"# Target: {geometry.layers} layers x {geometry.hidden_size} ({geometry.model_type}), "
         f"{geometry.vocab_rows:,} embedding rows, {geometry.max_position_embeddings:,} positions.",
-        f"# Data: {about}{facts.tokens:,} tokens, {facts.taught_share:.0%} of them taught; {facts.usable} of the "
+        f"# Data: {about}{tokens:,} tokens, {facts.taught_in(length):.0%} of them taught; {facts.usable} of the "
         f"{facts.conversations} conversations looked at can be used.",
         "",
         "target:",

@@ -96,6 +96,9 @@ def resolve_topology(
         spans = tuple(_span(name) for name in config.targets)
         drafters = tuple(parse_device(name) for name in config.drafters)
         return Topology(tuple(span[0] for span in spans), drafters, "as configured", spans)
+    for name in (*config.targets, *config.drafters):
+        if name != "auto":
+            _span(name)  # what is no device is told as such, before how it stands beside auto
     if len(automatic) == 1 or len(config.targets) > 1 or len(config.drafters) > 1:
         fix = f"name pipeline.{automatic[0]} too" if len(automatic) == 1 else "write auto once for each role, alone"
         raise UserError("auto stands for both roles and for all devices", where=f"pipeline.{automatic[0]}", fix=fix)
@@ -167,7 +170,7 @@ def decoding_device(config: DecodingConfig, topology: Topology) -> torch.device:
         UserError: the configured device is not there.
     """
     if config.device is not None:
-        return parse_device(config.device)
+        return parse_device(config.device, where="decoding.device")
     if topology.targets[0].type == "cpu":
         return topology.targets[0]
     free = [device for device in _gpus() if device not in topology.devices]
