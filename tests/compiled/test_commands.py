@@ -76,6 +76,36 @@ def test_warm_fills_checks_and_swaps_in(compiled_run, processes, caches, tmp_pat
     assert shown["caches"][0]["differs"] == []
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ((["one.o"], []), ""),
+        ((["one.o"], ["one.o", "two.o"]), "a second process compiled again: FlashAttention-4's kernels"),
+        (([], []), "a second process compiled again: FlashAttention-4's kernels"),
+    ],
+    ids=["loaded", "compiled anew", "kept nothing"],
+)
+def test_warm_looks_for_flash_attentions_kernels_too(tiny_run, processes, caches, monkeypatch, kept, said):
+    """Inductor's ledger knows nothing of them."""
+    monkeypatch.setattr("draftsmith.pipeline.plan.check_flex_backend", lambda *_: None)
+    run, kept = compile_commands._in_process, iter(kept)
+
+    def keeping(config, folder, scratch):
+        (folder / "flash").mkdir(exist_ok=True)
+        for name in next(kept):
+            (folder / "flash" / name).touch()
+        return run(config, folder, scratch)
+
+    monkeypatch.setattr(compile_commands, "_in_process", keeping)
+    flash = {"enabled": "on", "flex_backend": "flash"}
+    config = tiny_run("flash", drafter={"layers": 1, "block_size": 4}, compile=flash)
+    if not said:
+        assert compile_commands.warm(config)["verified"]
+        return
+    with pytest.raises(UserError, match=said):
+        compile_commands.warm(config)
+
+
 def test_warm_leaves_a_full_cache_alone_unless_told_to_fill_one_again(
     compiled_run, processes, caches, tmp_path, capsys
 ):
