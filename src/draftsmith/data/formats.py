@@ -100,7 +100,11 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
             number = record.number
             yield record
     except FileNotFoundError:
-        raise UserError("no such data file", where=name, fix="check data.train and data.held_out") from None
+        raise UserError(
+            "no such data file",
+            where=name,
+            fix="check the path (data.train, data.held_out)",
+        ) from None
     except IsADirectoryError:
         raise UserError("is a directory, not a data file", where=name, fix="name the files in it") from None
     except _BROKEN as error:

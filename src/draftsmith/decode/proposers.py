@@ -62,7 +62,7 @@ class GreedyProposer:
 def check_block_size(block_size: int | None, trained: int) -> None:
     """Raises UserError for slots at decoding, if any are given, that a drafter trained with `trained` does not have."""
     if block_size is not None and not 1 <= block_size <= trained:
-        raise UserError(f"block size {block_size} is outside 1..{trained}", where="block size of the drafter")
+        raise UserError(f"block size {block_size} is outside 1..{trained}, the slots that this drafter learned")
 
 
 class DrafterProposer:
