@@ -6,6 +6,7 @@ registry is asked.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import re
@@ -101,14 +102,19 @@ def leftovers(folders: Iterable[Path]) -> list[Finding]:
 
 def _is_hollow(distribution: metadata.Distribution, folder: Path) -> bool:
     """Whether nothing is there of what a distribution lists beside its own metadata; False where it lists nothing."""
-    files = (file for file in distribution.files or () if not file.parts[0].endswith((".dist-info", "..")))
-    listed = [Path(str(distribution.locate_file(file))) for file in files]
-    if not listed:
+    # Line by line, up to the first file that is there: `distribution.files` makes an object of each one first.
+    record = [line for line in (distribution.read_text("RECORD") or "").splitlines() if line]
+    names = (name for name, *_ in csv.reader(record))
+    listed = (folder / name for name in names if not name.partition("/")[0].endswith((".dist-info", "..")))
+    if not record:
         modules = (distribution.read_text("top_level.txt") or "").split()
-        listed = [
-            folder / each for name in modules for each in (name, *(file.name for file in folder.glob(f"{name}.*")))
-        ]
-    return bool(listed) and not any(file.exists() for file in listed)
+        listed = (place for name in modules for place in (folder / name, *folder.glob(f"{name}.*")))
+    gone = False
+    for place in listed:
+        if place.exists():
+            return False
+        gone = True
+    return gone
 
 
 def serving(installed: Iterable[metadata.Distribution]) -> list[Finding]:
