@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from draftsmith.cli_options import Json, refuse_existing, tell
 from draftsmith.errors import UserError, need_file
-
-if TYPE_CHECKING:
-    from draftsmith.pipeline.plan import Plan
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
 cache_app = typer.Typer(help="Compile caches: show, verify, pack, unpack, clear.", rich_markup_mode=None)
@@ -22,7 +19,6 @@ compile_app.add_typer(cache_app, name="cache")
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of the run.")]
 MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config of the run.")]
 MIB = 2**20
-NOTHING = "nothing is compiled under this config"
 
 
 def _say_if_runs_look_elsewhere(folder: Path) -> None:
@@ -31,12 +27,6 @@ def _say_if_runs_look_elsewhere(folder: Path) -> None:
     named = cache.inductor_folder()
     if not cache.may_choose() and named.resolve() != folder.resolve():
         print(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache", file=sys.stderr)
-
-
-def _need_compiled(plan: Plan) -> Plan:
-    if not plan.compiled:
-        raise UserError(NOTHING, where="compile", fix="compile.enabled=on")
-    return plan
 
 
 @compile_app.command()
@@ -133,7 +123,7 @@ def verify(config: Config, json_: Json = False) -> int:
 
     settings = load_config(config)
     from draftsmith.compiled import cache
-    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compile_commands import NOTHING, plan_of
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
 
     plan = plan_of(settings)
@@ -158,10 +148,10 @@ def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.t
     settings = load_config(config)
     refuse_existing(archive)
     from draftsmith.compiled import archive as archives
-    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compile_commands import need_compiled, plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals
 
-    folder = cache_folder(_need_compiled(plan_of(settings)))
+    folder = cache_folder(need_compiled(plan_of(settings)))
     with cache_refusals():
         size = archives.pack(folder, archive)
     tell([f"packed {folder} into {archive}, {size / MIB:.1f} MiB"], {"archive": str(archive), "bytes": size}, json_)
@@ -177,10 +167,10 @@ def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE
     need_file(archive, "archive")
     from draftsmith.compiled import archive as archives
     from draftsmith.compiled import cache
-    from draftsmith.pipeline.compile_commands import plan_of
+    from draftsmith.pipeline.compile_commands import need_compiled, plan_of
     from draftsmith.pipeline.compiling import cache_folder, cache_refusals, machine_facts, needs
 
-    plan = _need_compiled(plan_of(settings))
+    plan = need_compiled(plan_of(settings))
     folder, needed = cache_folder(plan), needs(plan)
     _say_if_runs_look_elsewhere(folder)
     with cache_refusals():

@@ -12,6 +12,7 @@ from draftsmith.bench.timing import Timing, matmul_ceiling
 from draftsmith.blocks import Document, DraftBatch, Row, make_draft_batch, pack_row
 from draftsmith.config import DrafterConfig
 from draftsmith.drafter import DrafterSpec, resolve_spec
+from draftsmith.drafter.attention import in_words
 from draftsmith.objective import decay_weights
 from draftsmith.target.geometry import TargetGeometry
 
@@ -69,8 +70,7 @@ class Setting:
     @property
     def way(self) -> str:
         """How the drafter runs, as a run's plan says it."""
-        kernels = ", FlashAttention-4" if self.flex_backend == "flash" else ""
-        return f"{self.attention}, {'compiled' if self.attention == 'flex' else 'eager'}{kernels}"
+        return in_words(self.attention, self.attention == "flex", self.flex_backend)
 
     @property
     def compile_options(self) -> dict[str, Any]:

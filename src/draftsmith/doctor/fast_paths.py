@@ -25,6 +25,7 @@ from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
 from draftsmith.doctor.finding import Finding
 from draftsmith.drafter import flash
+from draftsmith.drafter.attention import in_words
 from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.compiling import COMPILER
 from draftsmith.pipeline.plan import check_flex_backend, read_spec_to_start_from, resolve_attention
@@ -80,7 +81,7 @@ def check(config: RunConfig) -> list[Finding]:
 
 def _drafter(config: RunConfig) -> Iterator[Finding]:
     """The attention path that training would take, or why it would refuse, and whether compiling works here."""
-    on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
+    on_cuda = _drafters_on_cuda(config)
     notices: list[str] = []
     block_size = config.drafter.block_size
     if config.drafter.init:
@@ -93,7 +94,7 @@ def _drafter(config: RunConfig) -> Iterator[Finding]:
     if on_cuda:
         for notice in notices:
             yield Finding("drafter attention", "warn", notice, "drafter.attention=flex")
-    way = f"{attention}, {'compiled' if compiled else 'eager'}"
+    way = in_words(attention, compiled)
     way += "" if on_cuda else ", on the CPU by name"
     problem = compiles(torch.device("cuda", 0) if on_cuda else torch.device("cpu")) if compiled else ""
     if problem:
@@ -113,7 +114,7 @@ def _flex_backend(config: RunConfig) -> Iterator[Finding]:
     geometry = read_geometry(config.target)
     spec = read_spec_to_start_from(config, geometry, []) if config.drafter.init else None
     head_dim = spec.head_dim if spec else config.drafter.head_dim or geometry.head_dim
-    on_cuda = torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
+    on_cuda = _drafters_on_cuda(config)
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if on_cuda else []
     dtype = torch.float32 if config.training.dtype == "float32" else torch.bfloat16
     try:
@@ -319,6 +320,10 @@ def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     wait(device)
     return (time.perf_counter() - began) * 1e3
+
+
+def _drafters_on_cuda(config: RunConfig) -> bool:
+    return torch.cuda.is_available() and all(not name.startswith("cpu") for name in config.pipeline.drafters)
 
 
 def _target_device(config: RunConfig) -> torch.device:

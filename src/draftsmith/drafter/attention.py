@@ -84,6 +84,12 @@ def _flex_mask(batch: DraftBatch, kind: LayerKind, length: int, queries: int) ->
     )
 
 
+def in_words(attention: str, compiled: bool, flex_backend: str = "triton") -> str:
+    """How a drafter attends, for people: "flex, compiled, FlashAttention-4"."""
+    kernels = ", FlashAttention-4" if flex_backend == "flash" else ""
+    return f"{attention}, {'compiled' if compiled else 'eager'}{kernels}"
+
+
 def flex_options(device: torch.device, head_dim: int, backend: str = "triton") -> dict[str, Any]:
     """Kernel options of flex_attention for a card; empty: torch's own choice.
 

@@ -56,6 +56,7 @@ from draftsmith.pipeline.sync import Alone
 from draftsmith.target.head import TargetHead
 from draftsmith.target.load import shallow_target
 
+NOTHING = "nothing is compiled under this config"
 DATA_LINES = 200
 
 
@@ -142,8 +143,7 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
     with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
         short = _short_data(config, Path(scratch))
         plan = make_plan(short)
-        if not plan.compiled:
-            raise UserError("nothing is compiled under this config", where="compile", fix="compile.enabled=on")
+        need_compiled(plan)
         check_compiler(plan)
         place = cache_folder(plan)
         if not again and _is_full(plan, place):
@@ -233,8 +233,19 @@ def show(config: RunConfig | None = None) -> dict[str, Any]:
             covered = cache.coverage(place, needs(plan))
             content["config"] = {"folder": str(place), "coverage": covered.line(), "missing": list(covered.missing)}
         else:
-            content["config"] = {"folder": None, "coverage": "nothing is compiled under this config", "missing": []}
+            content["config"] = {"folder": None, "coverage": NOTHING, "missing": []}
     return content
+
+
+def need_compiled(plan: Plan) -> Plan:
+    """The plan itself.
+
+    Raises:
+        UserError: nothing is compiled under its config.
+    """
+    if not plan.compiled:
+        raise UserError(NOTHING, where="compile", fix="compile.enabled=on")
+    return plan
 
 
 def plan_of(config: RunConfig) -> Plan:

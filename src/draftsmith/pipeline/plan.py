@@ -19,6 +19,7 @@ from draftsmith.config import RunConfig
 from draftsmith.data.corpus import Corpus, prepare_corpus
 from draftsmith.data.report import DataReport
 from draftsmith.drafter import DrafterSpec, flash, read_spec, resolve_spec
+from draftsmith.drafter.attention import in_words
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.observe.run_folder import next_free
@@ -91,8 +92,7 @@ class Plan:
     @property
     def way(self) -> str:
         """How the drafter attends, for people."""
-        kernels = ", FlashAttention-4" if self.config.compile.flex_backend == "flash" else ""
-        return f"{self.attention}, {'compiled' if self.compiled else 'eager'}{kernels}"
+        return in_words(self.attention, self.compiled, self.config.compile.flex_backend)
 
     @property
     def steps(self) -> int:
