@@ -23,8 +23,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# Every key of a config
 
 `draftsmith init` writes a config with the keys that matter; this page has all of them, as `draftsmith.config` describes
-them. Any key can be given on the command line, as `draftsmith train CONFIG section.key=value`. Written by
-`python scripts/config_page.py --write`.
+them. Any key can be given on the command line behind a command's CONFIG, as in `draftsmith train CONFIG
+section.key=value`. Written by `python scripts/config_page.py --write`.
 """
 NAMES = {str: "text", bool: "true, false", int: "whole number", float: "number", type(None): "none"}
 

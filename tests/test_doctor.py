@@ -250,7 +250,9 @@ def test_how_a_slow_down_is_said(gated_delta_target, monkeypatch, times, said):
 
     monkeypatch.setattr(fast_paths, "with_and_without", measured)
     text = AutoConfig.from_pretrained(gated_delta_target)
-    assert fast_paths.slow_down(fast_paths.KERNELS[1], text, torch.device("cuda")) == said
+    told: list[str] = []
+    assert fast_paths.slow_down(fast_paths.KERNELS[1], text, torch.device("cuda"), told.append) == said
+    assert told == ["timing a layer with causal-conv1d and without: its first time on a machine can take two minutes"]
     assert fast_paths.slow_down(fast_paths.KERNELS[1], text, torch.device("cpu")) == "slow-down without it not measured"
 
 
@@ -355,6 +357,17 @@ def test_a_gpu_that_cannot_be_used_is_a_finding(monkeypatch):
         "bad",
         "cuda:0 cannot be used: The NVIDIA driver on your system is too old (found version 12080).",
     )
+
+
+def test_keys_on_the_command_line_count(tiny_run, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(tiny_run("plain").model_dump_json())
+    assert main(["doctor", str(config)]) == 0
+    assert "drafter attention: dense, eager" in capsys.readouterr().out
+    assert main(["doctor", str(config), "compile.flex_backend=flash", "drafter.attention=flex"]) == 1
+    assert "BAD   drafter attention: drafter.attention: flex attention" in capsys.readouterr().out
+    assert main(["doctor", str(config), "compile.flex_backend=flesh"]) == 2
+    assert main(["doctor", str(config), "drafter.layers=0"]) == 2
 
 
 def test_what_is_amiss_comes_with_what_mends_it(tiny_run, gated_delta_target, monkeypatch):

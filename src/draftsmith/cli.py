@@ -39,6 +39,7 @@ from draftsmith.cli_options import (
     Limit,
     MaxNewTokens,
     OutputLost,
+    Overrides,
     Seed,
     TargetPath,
     Temperature,
@@ -207,7 +208,7 @@ def init(
 def train(
     ctx: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
+    overrides: Overrides = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would run on which device, and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in training.output.")] = False,
     max_minutes: Annotated[float | None, typer.Option(min=0.0, help="Save and stop after so many minutes.")] = None,

@@ -16,6 +16,7 @@ from draftsmith.cli_options import (
     need_prompts,
     refuse_given,
     refuse_temperature,
+    say,
     target_config,
     tell,
     telling,
@@ -268,7 +269,7 @@ def _slow_layers(setting: Setting) -> list[str]:
     count = kinds_of(setting.geometry).count(LINEAR)
     if not count:
         return []
-    found = linear_attention(model_config(setting.geometry), setting.device, count)
+    found = linear_attention(model_config(setting.geometry), setting.device, count, say)
     return [f"{each.text}{f' (mend: {each.mend})' if each.mend else ''}" for each in found]
 
 

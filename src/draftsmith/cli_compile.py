@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli_options import Json, refuse_existing, tell
+from draftsmith.cli_options import Json, Overrides, refuse_existing, say, tell
 from draftsmith.errors import UserError, need_file
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
@@ -18,6 +18,7 @@ compile_app.add_typer(cache_app, name="cache")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of the run.")]
 MaybeConfig = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The config of the run.")]
+Archive = Annotated[Path, typer.Argument(metavar="FILE.tar.gz")]
 MIB = 2**20
 
 
@@ -26,22 +27,23 @@ def _say_if_runs_look_elsewhere(folder: Path) -> None:
 
     named = cache.inductor_folder()
     if not cache.may_choose() and named.resolve() != folder.resolve():
-        print(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache", file=sys.stderr)
+        say(f"note: TORCHINDUCTOR_CACHE_DIR is set, so a run uses {named} and not this cache")
 
 
 @compile_app.command()
 def warm(
     config: Config,
+    overrides: Overrides = None,
     again: Annotated[bool, typer.Option("--again", help="Fill an empty one also if nothing is missing.")] = False,
     json_: Json = False,
 ) -> int:
     """Fill the cache for a config, check it in a second process, and put it in place."""
     from draftsmith.config import load_config
 
-    settings = load_config(config)
+    settings = load_config(config, overrides)
     from draftsmith.pipeline.compile_commands import warm as run
 
-    result = run(settings, lambda text: print(text, file=sys.stderr, flush=True), again=again)
+    result = run(settings, say, again=again)
     _say_if_runs_look_elsewhere(Path(result["folder"]))
     size = sum(result["bytes"].values()) / MIB
     lines = [f"{result['coverage']}, {size:.1f} MiB in {result['folder']}"]
@@ -55,11 +57,11 @@ def warm(
 
 
 @compile_app.command()
-def prove(config: Config, json_: Json = False) -> int:
+def prove(config: Config, overrides: Overrides = None, json_: Json = False) -> int:
     """Warm up, profile one step of all drafters, and say whether the compiled kernels ran."""
     from draftsmith.config import load_config
 
-    settings = load_config(config, ["compile.evidence=warn"])
+    settings = load_config(config, [*(overrides or ()), "compile.evidence=warn"])
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.compile_commands import prove as run
 
@@ -86,11 +88,11 @@ def gate(json_: Json = False) -> int:
 
 
 @cache_app.command()
-def show(config: MaybeConfig = None, json_: Json = False) -> int:
+def show(config: MaybeConfig = None, overrides: Overrides = None, json_: Json = False) -> int:
     """Sizes by kind, what made each cache, whether it matches this machine; with CONFIG, what is missing."""
     from draftsmith.config import load_config
 
-    settings = load_config(config) if config else None
+    settings = load_config(config, overrides) if config else None
     from draftsmith.pipeline.compile_commands import show as look
     from draftsmith.pipeline.compiling import cache_refusals
 
@@ -117,11 +119,11 @@ def show(config: MaybeConfig = None, json_: Json = False) -> int:
 
 
 @cache_app.command()
-def verify(config: Config, json_: Json = False) -> int:
+def verify(config: Config, overrides: Overrides = None, json_: Json = False) -> int:
     """Checksums, machine, and whether the cache of a config holds everything it needs; exit 1 if not."""
     from draftsmith.config import load_config
 
-    settings = load_config(config)
+    settings = load_config(config, overrides)
     from draftsmith.compiled import cache
     from draftsmith.pipeline.compile_commands import NOTHING, plan_of
     from draftsmith.pipeline.compiling import cache_folder, machine_facts, needs
@@ -141,11 +143,11 @@ def verify(config: Config, json_: Json = False) -> int:
 
 
 @cache_app.command()
-def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
+def pack(config: Config, archive: Archive, overrides: Overrides = None, json_: Json = False) -> int:
     """Write the cache of a config, with manifest and checksums, into one file."""
     from draftsmith.config import load_config
 
-    settings = load_config(config)
+    settings = load_config(config, overrides)
     refuse_existing(archive)
     from draftsmith.compiled import archive as archives
     from draftsmith.pipeline.compile_commands import need_compiled, plan_of
@@ -159,11 +161,11 @@ def pack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.t
 
 
 @cache_app.command()
-def unpack(config: Config, archive: Annotated[Path, typer.Argument(metavar="FILE.tar.gz")], json_: Json = False) -> int:
+def unpack(config: Config, archive: Archive, overrides: Overrides = None, json_: Json = False) -> int:
     """Check a packed cache against this machine and config and put it in place; refuses what does not match."""
     from draftsmith.config import load_config
 
-    settings = load_config(config)
+    settings = load_config(config, overrides)
     need_file(archive, "archive")
     from draftsmith.compiled import archive as archives
     from draftsmith.compiled import cache
@@ -194,12 +196,12 @@ def clear(
         caches = [(path, size) for path, size in cache.own_caches() if path not in kept]
     others = [f"{path.name} ({why})" for path, why in kept.items()]
     for other in others:
-        print(f"left alone: {other}", file=sys.stderr)
+        say(f"left alone: {other}")
     if not caches:
         tell([f"nothing to delete in {cache.root_folder()}"], {"freed": 0, "left_alone": others}, json_)
         return 0
     for path, size in caches:
-        print(f"{path}: {size / MIB:.1f} MiB", file=sys.stderr)
+        say(f"{path}: {size / MIB:.1f} MiB")
     total = sum(size for _, size in caches)
     these = "this cache" if len(caches) == 1 else f"these {len(caches)} caches"
     refusal = "" if yes else _asked(f"delete {these} ({total / MIB:.1f} MiB)?")
@@ -226,6 +228,7 @@ def _asked(question: str) -> str:
 
 def doctor(
     config: MaybeConfig = None,
+    overrides: Overrides = None,
     against: Annotated[Path | None, typer.Option(metavar="RUN", help="List what changed since that run.")] = None,
     restore: Annotated[Path | None, typer.Option(metavar="RUN", help="Print commands for a like environment.")] = None,
     json_: Json = False,
@@ -235,7 +238,7 @@ def doctor(
 
     if sum(given is not None for given in (config, against, restore)) > 1:
         raise UserError("CONFIG, --against and --restore are asked one at a time", where="doctor")
-    settings = load_config(config) if config else None
+    settings = load_config(config, overrides) if config else None
     for run in (restore, against):
         if run is not None and not os.path.isdir(run):
             raise UserError("no such run folder", where=str(run))
@@ -249,7 +252,7 @@ def doctor(
         changed = doctors.against(against)
         tell(changed or [f"nothing changed since {against}"], {"changed": changed}, json_)
         return 1 if changed else 0
-    findings = doctors.examine(settings)
+    findings = doctors.examine(settings, say=say)
     healthy = doctors.healthy(findings)
     lines = [finding.line() for finding in findings]
     lines.append("the configured fast path will be taken" if healthy else "the configured fast path will NOT be taken")

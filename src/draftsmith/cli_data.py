@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from draftsmith.cli_options import Device, Json, Seed, Temperature, TopK, TopP, refuse_existing, refuse_given, tell
+from draftsmith.cli_options import (
+    Device,
+    Json,
+    Overrides,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    refuse_existing,
+    refuse_given,
+    say,
+    tell,
+)
 from draftsmith.errors import UserError, need_file, reason_of
 
 if TYPE_CHECKING:
@@ -21,7 +32,6 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make, look at and check training data.", rich_markup_mode=None)
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML; draftsmith init writes one.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")]
 IncidentsFile = Annotated[
     Path | None,
     typer.Option("--incidents", help="Write every conversation that is not used in full here, with the reason."),
@@ -240,7 +250,7 @@ def features(
     corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
     wanted = wanted_by(run, geometry, dtype)
     told = predict(corpus, wanted, geometry, output, place_and_dtype(device, run.target.dtype)[1])
-    print(told.line(), file=sys.stderr)
+    say(told.line())
     if told.missing > told.free:
         raise UserError("not enough room on this disk", where=str(output), fix="use another, or --dtype fp8")
     if not yes and not typer.confirm("Write them?", err=True):

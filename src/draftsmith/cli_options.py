@@ -31,6 +31,7 @@ def refuse_temperature(temperature: float) -> float:
     return temperature
 
 
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, text on stderr.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: cuda if there is one.")]
 DType = Annotated[DTypeName, typer.Option(help="auto: bfloat16 on CUDA, float32 on CPU.")]
@@ -85,6 +86,11 @@ def tell(lines: list[str] | str, content: dict[str, Any], as_json: bool) -> None
     """Prints a result (`telling`) of a command that prints nothing else."""
     with telling(as_json) as printer:
         printer(lines, content)
+
+
+def say(text: str) -> None:
+    """A line on stderr, for who waits or must know."""
+    put(text, sys.stderr)
 
 
 def put(text: str, stream: TextIO) -> None:

@@ -156,6 +156,28 @@ def test_pack_overwrites_nothing(compiled_run, processes, caches, tmp_path, caps
     assert main(["compile", "cache", "pack", config, str(archive)]) == 0
 
 
+def test_keys_on_the_command_line_count_as_they_do_for_training(tiny_run, processes, caches, tmp_path, capsys):
+    config, archive = config_file(tiny_run("eager"), tmp_path), str(tmp_path / "cache.tar.gz")
+    compiled = ["compile.enabled=on", "drafter.block_size=4"]
+    assert main(["compile", "cache", "show", config]) == 0
+    assert f"for this config: {compile_commands.NOTHING}" in capsys.readouterr().out
+    assert main(["compile", "cache", "show", config, *compiled]) == 0
+    assert "for this config: 0 of " in capsys.readouterr().out
+    assert main(["compile", "warm", config, *compiled]) == 0
+    assert main(["compile", "cache", "verify", config, *compiled]) == 0
+    assert main(["compile", "cache", "verify", config, *compiled, "rows.anchors=5"]) == 1
+    assert main(["compile", "cache", "pack", config, archive, *compiled]) == 0
+    assert main(["compile", "cache", "clear", "--yes"]) == 0
+    capsys.readouterr()
+    assert main(["compile", "cache", "unpack", config, archive]) == 2
+    assert compile_commands.NOTHING in capsys.readouterr().err
+    assert main(["compile", "cache", "unpack", config, archive, *compiled]) == 0
+    assert main(["compile", "prove", config, "compile.enabled=off"]) == 2
+    assert "nothing to prove: dense attention runs eager" in capsys.readouterr().err
+    assert main(["compile", "warm", config, "compile.enable=on"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
 def test_warm_refuses_a_cache_that_a_second_process_does_not_load(compiled_run, processes, caches):
     processes["second"] = "miss"
     with pytest.raises(UserError, match=r"a second process compiled again: drafter 0 \(forward\)"):

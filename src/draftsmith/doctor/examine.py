@@ -7,21 +7,22 @@ from pathlib import Path
 
 from draftsmith.config import RunConfig
 from draftsmith.doctor import fast_paths, machine, packages
-from draftsmith.doctor.finding import Finding
+from draftsmith.doctor.finding import Finding, Say, quiet
 from draftsmith.errors import UserError
 
 
-def examine(config: RunConfig | None = None, constraints: Path | None = None) -> list[Finding]:
+def examine(config: RunConfig | None = None, constraints: Path | None = None, say: Say = quiet) -> list[Finding]:
     """Everything that can be found out without loading weights.
 
     Args:
         config: adds the checks of its devices, its compile settings and its target's layers.
         constraints: a file of pinned versions to compare with; None: `constraints.txt` where one is beside the sources.
+        say: is told in a line what will take long, before it does.
     """
     findings = [*machine.check(config), *packages.check(constraints)]
     if config is not None:
         try:
-            findings += fast_paths.check(config)
+            findings += fast_paths.check(config, say)
         except UserError as error:
             findings.append(Finding.of_refusal("config", error))
     return findings

@@ -23,7 +23,7 @@ import torch
 
 from draftsmith.compiled import _torch
 from draftsmith.config import RunConfig
-from draftsmith.doctor.finding import Finding
+from draftsmith.doctor.finding import Finding, Say, quiet
 from draftsmith.drafter import flash
 from draftsmith.drafter.attention import in_words
 from draftsmith.errors import UserError, first_line
@@ -66,8 +66,8 @@ _AROUND = {
 }  # fmt: skip
 
 
-def check(config: RunConfig) -> list[Finding]:
-    """Findings about the drafter's and the target's fast paths under this config."""
+def check(config: RunConfig, say: Say = quiet) -> list[Finding]:
+    """Findings about the drafter's and the target's fast paths under this config; `say` hears what will take long."""
     findings = [*_drafter(config), *_flex_backend(config), *_precision(config)]
     text = read_config(config.target).get_text_config(decoder=True)
     kinds = list(getattr(text, "layer_types", None) or ())
@@ -76,7 +76,7 @@ def check(config: RunConfig) -> list[Finding]:
         findings.append(Finding("target layers", "ok", f"{text.model_type}: attention only, no extra kernels wanted"))
         return findings
     device = _target_device(config)
-    return [*findings, *linear_attention(text, device, kinds.count(LINEAR))]
+    return [*findings, *linear_attention(text, device, kinds.count(LINEAR), say)]
 
 
 def _drafter(config: RunConfig) -> Iterator[Finding]:
@@ -192,13 +192,14 @@ def _tiny(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() * x).sum()
 
 
-def linear_attention(text: Any, device: torch.device, count: int) -> list[Finding]:
+def linear_attention(text: Any, device: torch.device, count: int, say: Say = quiet) -> list[Finding]:
     """What a tiny model with this configuration's linear-attention layers enters in a forward.
 
     Args:
         text: the target's text configuration.
         device: where the target will run.
         count: of such layers in the target, for the text.
+        say: is told in a line what will take long, before it does.
     """
     from transformers import AutoModelForCausalLM
 
@@ -211,13 +212,15 @@ def linear_attention(text: Any, device: torch.device, count: int) -> list[Findin
     except Exception as error:
         text_ = f"a tiny {text.model_type} does not run on {device}: {first_line(error)}"
         return [Finding("target layers", "bad", text_, "pip install --upgrade transformers")]
-    return [_linear_finding(kernel, text, device, count, entered) for kernel in KERNELS]
+    return [_linear_finding(kernel, text, device, count, entered, say) for kernel in KERNELS]
 
 
-def _linear_finding(kernel: Kernel, text: Any, device: torch.device, count: int, entered: set[str]) -> Finding:
+def _linear_finding(
+    kernel: Kernel, text: Any, device: torch.device, count: int, entered: set[str], say: Say
+) -> Finding:
     layers = f"{text.model_type}: {kernel.what} of {count} layers"
     if any(name == kernel.module or name.startswith(f"{kernel.module}.") for name in entered):
-        text_ = f"{layers} runs through {kernel.package}; {slow_down(kernel, text, device)}"
+        text_ = f"{layers} runs through {kernel.package}; {slow_down(kernel, text, device, say)}"
         return Finding("target layers", "ok", text_)
     version = _installed(kernel.package)
     if device.type != "cuda":
@@ -258,10 +261,11 @@ def modules_entered(call: Callable[[], object]) -> set[str]:
     return entered
 
 
-def slow_down(kernel: Kernel, text: Any, device: torch.device) -> str:
+def slow_down(kernel: Kernel, text: Any, device: torch.device, say: Say = quiet) -> str:
     """Times one layer of the target's own sizes with the fast path and with the reference, or says "not measured"."""
     if device.type != "cuda":
         return "slow-down without it not measured"
+    say(f"timing a layer with {kernel.package} and without: its first time on a machine can take two minutes")
     try:
         times = with_and_without(kernel, timed_config(text), device, torch.bfloat16)
     except Exception as error:  # whatever a kernel raises is no reason to say nothing of the rest

@@ -1,13 +1,19 @@
-"""One thing that the doctor found."""
+"""One thing that the doctor found, and who hears of what takes long."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from draftsmith.errors import UserError
 
 Level = Literal["ok", "warn", "bad"]
+Say = Callable[[str], None]  # told in a line what will take long, before it does
+
+
+def quiet(_text: str) -> None:
+    """For who does not want to hear."""
 
 
 @dataclass(frozen=True)
