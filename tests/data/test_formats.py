@@ -125,6 +125,56 @@ def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         list(read_records(path, "a.json"))
 
 
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "read", "message"),
+    [
+        ('[{"text": "x"}, {"text": "y"}]\n[{"text": "z"}]', 2, r"a\.json:2: not valid JSON: there is more behind the"),
+        (
+            '[{"text": "x"}] end',
+            1,
+            r"a\.json:1: .* behind the array of 1 elements \(one array a file, or JSON lin",
+        ),
+        ('[{"text": "x"} {"text": "y"}]', 1, r"a\.json:2: not valid JSON: no comma between elements 1 and 2"),
+        (f'[{{"text": "x"}}, {{"n": {"1" * 5000}}}]', 1, r"a\.json:2: not JSON that can be read: .*4300 digits"),
+    ],
+)
+def test_an_array_that_is_not_whole_is_read_up_to_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str, read: int, message: str
+) -> None:
+    """Never cut short in silence: behind the first array of a file there may be another one."""
+    monkeypatch.setattr(formats, "_CHUNK", chunk)
+    (tmp_path / "a.json").write_text(text)
+    records = read_records(tmp_path / "a.json", "a.json")
+    assert [next(records).number for _ in range(read)] == list(range(1, read + 1))
+    with pytest.raises(UserError, match=message):
+        next(records)
+
+
+def test_a_file_may_end_in_white_space(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "x"}\n]\n \n')
+    assert [value for _, value in read_records(tmp_path / "a.json", "a.json")] == [{"text": "x"}]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    """Numbers, which nobody reads, may be called as they like."""
+    path = tmp_path / f"a.{kind}"
+    for names, refused in ((["text", "text", "n"], True), (["text", "n", "n"], False)):
+        columns = [pa.array(["x"]), pa.array(["y"]) if refused else pa.array([1]), pa.array([2])]
+        table = pa.Table.from_arrays(columns, names)
+        if kind == "parquet":
+            parquet.write_table(table, path)
+        else:
+            with ipc.new_file(path, table.schema) as file:
+                file.write_table(table)
+        if refused:
+            with pytest.raises(UserError, match=r"two columns are called 'text' \(give them different names\)"):
+                list(read_records(path, path.name))
+        else:
+            assert [value for _, value in read_records(path, path.name)] == [{"text": "x"}]
+
+
 def test_a_pretty_object_is_one_record_or_holds_them(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"messages": CHAT, "tags": [{"x": 1}]}, indent=2))

@@ -212,11 +212,17 @@ def _anchors(batch: DraftBatch) -> list[tuple[int, bool]]:
     return list(zip(batch.anchors_N.tolist(), batch.valid_N.tolist(), strict=True))
 
 
-def test_statistics_equal_a_loop() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_statistics_equal_a_loop(tied: bool) -> None:
+    """`tied`: whole numbers, many of them equal; the first of the largest is the choice, as for decoding's argmax."""
     for seed, block_size in ((0, 4), (1, 7), (2, 16)):
         batch, hidden_QH, head_VH, _ = random_problem(seed, block_size, 3 * block_size)
         for slot, label, _ in taught_slots(batch)[::2]:
             hidden_QH[slot] = 5 * head_VH[label]  # every other slot is drafted right
+        if tied:
+            hidden_QH, head_VH = hidden_QH.sign(), head_VH.sign() * (head_VH.abs() > 0.5)
+            logits_QV = hidden_QH @ head_VH.T
+            assert ((logits_QV == logits_QV.amax(-1, keepdim=True)).sum(-1) > 1).float().mean() > 0.1
         sums, _ = Objective(ObjectiveConfig(), block_size, HeadTerms(head_VH))(hidden_QH, batch)
         choice = (hidden_QH @ head_VH.T).argmax(-1)
         labels = {slot: label for slot, label, _ in taught_slots(batch)}
@@ -244,6 +250,16 @@ def test_statistics_equal_a_loop() -> None:
         for name, counts in (("accept_by_slot", accepted), ("correct_by_slot", correct)):
             expected = [c / t if t else math.nan for c, t in zip(counts[1:], taught[1:], strict=True)]
             assert summary[name] == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_drafter_that_says_nothing_is_not_right() -> None:
+    """All logits equal: the choice is token 0, and not whatever the label is."""
+    block_size = 8
+    batch, hidden_QH, head_VH, _ = random_problem(3, block_size, 24)
+    sums, _ = Objective(ObjectiveConfig(), block_size, HeadTerms(head_VH))(torch.zeros_like(hidden_QH), batch)
+    right = sum(label == 0 for _, label, _ in taught_slots(batch))
+    assert sum(sums.values[3 + block_size : 3 + 2 * block_size].tolist()) == right
+    assert sums.summary()["tau_proxy"] < 1.2
 
 
 def test_a_row_without_taught_slots_is_all_zero() -> None:

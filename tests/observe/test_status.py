@@ -115,6 +115,22 @@ def test_a_resumed_log_goes_on_counting(tmp_path: Path) -> None:
     assert found["step"]["step"] == 10
 
 
+def test_the_best_before_the_step_from_which_a_run_goes_on_is_still_known(tmp_path: Path) -> None:
+    """Evaluations come between checkpoints: the best of them may lie behind the one that a crash leaves."""
+    with start(tmp_path) as log:
+        steps(log, 1, 30)
+        for step, figure in ((5, 1.0), (10, 3.0), (20, 2.5), (30, 3.1)):
+            log.write("eval", step=step, loss=5 - figure, tau_proxy=figure)
+            log.write("tau", step=step, decode=figure, walk=figure)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("run", step=20, steps=100, workers=[])
+        assert (log.summary["best_tau"]["step"], log.summary["best_evaluation"]["step"]) == (10, 10)
+        log.write("tau", step=30, decode=2.6, walk=2.6)
+        assert log.summary["best_tau"]["step"] == 10
+        log.write("run", step=4, steps=100, workers=[])
+        assert (log.summary["best_tau"], log.summary["best_evaluation"]) == (None, None)
+
+
 def test_what_lay_behind_the_step_from_which_a_run_goes_on_is_forgotten(tmp_path: Path) -> None:
     """Its newest checkpoint was refused: neither it nor what was measured of it is there any more."""
     with start(tmp_path) as log:
@@ -128,8 +144,8 @@ def test_what_lay_behind_the_step_from_which_a_run_goes_on_is_forgotten(tmp_path
         log.write("run", step=20, steps=100, workers=[])
         log.write("eval", step=20, loss=3.0, tau_proxy=1.0)
     found = read_status(tmp_path).to_json()
-    assert (found["held_out"]["step"], found["best_held_out"]["step"]) == (20, 20)
-    assert [found[name] for name in ("step", "tau", "best_tau", "checkpoint")] == [None] * 4
+    assert (found["held_out"]["step"], found["best_held_out"]["step"], found["best_tau"]["step"]) == (20, 10, 10)
+    assert [found[name] for name in ("step", "tau", "checkpoint")] == [None] * 3
     assert [point[0] for point in read_summary(tmp_path / "events.jsonl")["history"]] == list(range(1, 21))
     history = read_history(tmp_path)
     assert (history.train.steps, history.held_out.steps, history.tau.steps) == (list(range(1, 21)), [10, 20], [10])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,45 @@ def test_a_slow_tracker_holds_nobody_up_and_what_is_dropped_is_counted(monkeypat
     assert slow.calls[-1] == ("closed",)
     assert 5 <= len(slow.calls) - 1 <= 7
     assert told == [f"slow one was too slow: {101 - len(slow.calls)} events were not sent"]
+
+
+def test_a_queue_that_is_full_at_the_end_still_closes_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the server believes that the run still goes on."""
+    monkeypatch.setattr(tracking, "QUEUE", 5)
+    go_on, told = threading.Event(), []
+
+    class Slow(Recorder):
+        def scalars(self, *arguments: Any) -> None:
+            assert go_on.wait(10)
+            super().scalars(*arguments)
+
+    slow = Slow()
+    listener = Background("slow one", Tracking(lambda _step: slow), told.append)
+    for step in range(50):
+        listener({**STEP, "step": step})
+    threading.Timer(0.05, go_on.set).start()
+    listener(EVENTS[-1])
+    assert not listener._thread.is_alive()
+    assert slow.calls[-1] == ("closed",)
+    assert told == [f"slow one was too slow: {51 - len(slow.calls)} events were not sent"]
+
+
+def test_a_tracker_that_fails_at_the_end_holds_nobody_up(tmp_path: Path) -> None:
+    """Whoever waits for its thread holds the log, which the thread must not need to say why it died."""
+
+    class Gone(Recorder):
+        def close(self) -> None:
+            raise ConnectionError("server gone")
+
+    with EventLog(tmp_path / "events.jsonl") as log:
+        listener = Background("far one", Tracking(lambda _step: Gone()), lambda text: log.write("notice", text=text))
+        log.listen(listener)
+        log.write("step", step=1, loss=1.0)
+        began = time.monotonic()
+        log.write("end", step=1, reason="all steps done")
+        assert time.monotonic() - began < tracking.CLOSE_SECONDS / 2
+    texts = [event["text"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "notice"]
+    assert texts == ["far one failed and is left out: ConnectionError: server gone"]
 
 
 def test_a_tracker_that_never_comes_back_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

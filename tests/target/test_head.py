@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, save_tiny
 from transformers import Cohere2Config, Cohere2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
@@ -66,8 +69,6 @@ def test_a_head_that_is_not_the_models_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: float, message: str
 ) -> None:
     """A model kind whose constants the geometry does not know, played by a wrong geometry."""
-    from dataclasses import replace
-
     right = load.geometry_of
     monkeypatch.setattr(load, "geometry_of", lambda *args, **kwargs: replace(right(*args, **kwargs), **{field: value}))
     with pytest.raises(UserError, match=message):
@@ -99,6 +100,30 @@ def test_no_copy_of_the_models_weights(tmp_path: Path) -> None:
     assert head.embedding_VH.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
     assert head.head_VH.data_ptr() == head.embedding_VH.data_ptr()
     assert not head.head_VH.requires_grad
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("bias", [False, True])
+def test_final_scale_of_a_norm_that_subtracts_the_mean(tmp_path: Path, size: int, bias: bool) -> None:
+    """As Cohere's, StarCoder2's and StableLM's do: ones alone would come out as zero, and the drafter's norm too."""
+    target = loaded(save_tiny(tmp_path, "qwen3"))
+    target.geometry = replace(target.geometry, hidden_size=size)
+    target.decoder.norm = norm = torch.nn.LayerNorm(size, bias=bias)
+    norm.weight.data = torch.linspace(0.5, -2.0, size)
+    if bias:
+        norm.bias.data = torch.linspace(-3.0, 3.0, size)
+    torch.testing.assert_close(target.head().final_scale_H, norm.weight.data, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"])
+def test_hidden_states_that_are_no_numbers_are_refused(tmp_path: Path, where: str) -> None:
+    """One number is enough; every comparison with it is false, so none that asks for too much would find it."""
+    folder = save_tiny(tmp_path, "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights[where].view(-1)[3] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"its hidden states are not finite in float32 \(look for damaged weights"):
+        loaded(folder)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])

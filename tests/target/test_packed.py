@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,14 @@ def test_decoding_is_unchanged(with_twin, load) -> None:
     target.decoder.config._attn_implementation = "sdpa"
     assert torch.equal(ours, target.model(input_ids=tokens, use_cache=True).logits)
     torch.testing.assert_close(step, ours[:, 25:], **TOLERANCE)
+
+
+def test_features_that_are_no_numbers_prove_nothing(load, monkeypatch) -> None:
+    target = load("llama")
+    monkeypatch.setattr("draftsmith.target.proof.packing_error", lambda _target, _packing: math.nan)
+    choose_packing(target)
+    assert target.packing == "separate"
+    assert "differ from separate ones by nan" in target.packing_reason
 
 
 @pytest.mark.parametrize("packing", ["pieces", "mask"])

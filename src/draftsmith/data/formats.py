@@ -248,7 +248,8 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
 
     An element is parsed where it stands. What is left of the window is moved only to read on: at its end, or in front
     of an element that is not whole, when twice as much is read each time. So the cost stays linear, whatever the
-    elements' sizes. An element that is no JSON ends the reading: nobody knows where the next one begins.
+    elements' sizes. What is no JSON ends the reading with a refusal: nobody knows where the next element begins, and
+    of a file with more behind the array nobody knows what was meant.
     """
     decoder = json.JSONDecoder()
     number, want, comma = 0, _CHUNK, False
@@ -265,7 +266,17 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                     window.place, comma = window.place + 1, False
                     continue
                 if found == "]":
+                    window.place += 1
+                    if window.skip():
+                        raise UserError(
+                            f"not valid JSON: there is more behind the array of {number} elements",
+                            where=f"{name}:{number}",
+                            fix="one array a file, or JSON lines",
+                        )
                     return
+                if comma and found:
+                    what = f"not valid JSON: no comma between elements {number} and {number + 1} of the array"
+                    raise UserError(what, where=f"{name}:{number + 1}")
                 try:
                     value, window.place = decoder.raw_decode(window.text, window.place)
                 except json.JSONDecodeError as error:
@@ -278,7 +289,7 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                 yield Record(number, value)
         except UnicodeDecodeError:
             raise UserError("not UTF-8", where=f"{name}:{number + 1}") from None
-        except RecursionError as error:
+        except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python takes
             raise UserError(f"not JSON that can be read: {error}", where=f"{name}:{number + 1}") from None
 
 
@@ -322,7 +333,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Record]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=_ROWS, columns=_wanted(file.schema_arrow), use_threads=False)
+            batches = file.iter_batches(batch_size=_ROWS, columns=_wanted(file.schema_arrow, name), use_threads=False)
             yield from _rows(batches, name)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole parquet file: {error}") from None
@@ -341,14 +352,14 @@ def _read_arrow(path: Path, name: str) -> Iterator[Record]:
             else:
                 file.seek(0)
                 batches = iter(ipc.open_stream(file))
-            yield from _rows(_slices(batches), name)
+            yield from _rows(_slices(batches, name), name)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a whole arrow file: {error}") from None
 
 
-def _slices(batches: Iterable[Any]) -> Iterator[Any]:
+def _slices(batches: Iterable[Any], name: str) -> Iterator[Any]:
     for batch in batches:
-        wanted = batch.select(_wanted(batch.schema))
+        wanted = batch.select(_wanted(batch.schema, name))
         for start in range(0, wanted.num_rows, _ROWS):
             yield wanted.slice(start, _ROWS)
 
@@ -395,10 +406,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _wanted(schema: Any) -> list[str]:
+def _wanted(schema: Any, name: str) -> list[str]:
     """Columns that can hold text or lists, and those of images and sounds, of which only their being there is read.
 
     Numbers and embeddings of floats are not even decoded.
+
+    Raises:
+        UserError: two of them have one name, and nobody knows which is meant.
     """
     import pyarrow.types as types
 
@@ -412,7 +426,11 @@ def _wanted(schema: Any) -> list[str]:
             return any(useful(kind.field(index).type) for index in range(kind.num_fields))
         return any(is_so(kind) for is_so in texts)
 
-    return [field.name for field in schema if useful(field.type) or _is_media(field.type)]
+    wanted = [field.name for field in schema if useful(field.type) or _is_media(field.type)]
+    for column in wanted:
+        if schema.names.count(column) > 1:
+            raise UserError(f"two columns are called {column!r}", where=name, fix="give them different names")
+    return wanted
 
 
 def _item_type(kind: Any) -> Any:

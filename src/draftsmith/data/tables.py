@@ -281,7 +281,10 @@ def _lock(folder: Path, key: str) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks
+            raise _unwritable(folder, error) from None
         yield
     finally:
         os.close(descriptor)
@@ -297,7 +300,7 @@ def _open(folder: Path) -> TokenTable | None:
                 name: arrays[name] for name in ("starts_D", "number_D", "conversation_D", "keys_C", "used_ids")
             }
         tokens, mask = (_map(folder / name, kind, count) for name, kind in (("tokens", np.int32), ("mask", np.bool_)))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
         return None
     return TokenTable(folder, tokens, mask, digest=facts.pop("digest"), facts=facts, **documents)
 

@@ -344,7 +344,8 @@ def _data(run: RunFacts | None) -> list[str]:
     return [
         f"- files: {files or 'not stated'}",
         f"- {data.get('used', '?')} of {data.get('conversations', '?')} conversations used, "
-        f"{data.get('duplicates', '?')} duplicates left out, {incidents} truncated, refused or partly untaught",
+        f"{data.get('duplicates', '?')} of them equal to an earlier one, "
+        f"{incidents} truncated, refused or partly untaught",
         f"- {train.get('tokens', '?')} tokens an epoch, {train.get('taught_tokens', '?')} of them taught",
         f"- stop token: {data.get('stop_token', 'not stated')}",
     ]

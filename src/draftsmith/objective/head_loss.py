@@ -75,8 +75,11 @@ def chunk_terms(
     log_norm_C = (total_C1.log() + largest_C1)[:, 0]
     label_logit_C = logits_CV.gather(1, labels_C[:, None])[:, 0]
     cross_entropy_C = log_norm_C - label_logit_C
-    # Not argmax: its tie rule differs between eager and compiled kernels; "no other logit is larger" does not.
-    correct_C = label_logit_C >= largest_C1[:, 0]
+    # torch.argmax's choice, the first of equal ones, as decoding takes it: in bfloat16 the largest logits of one row in
+    # twenty are equal. Spelled out because compiled kernels break ties otherwise, and to share the gradient's pass.
+    index_V = torch.arange(logits_CV.shape[1], device=labels_C.device)
+    beaten_C = ((logits_CV == largest_C1) & (index_V < labels_C[:, None])).any(-1)
+    correct_C = (label_logit_C >= largest_C1[:, 0]) & ~beaten_C
 
     weight_C = weights_C
     if alpha is not None:
@@ -85,7 +88,7 @@ def chunk_terms(
     probability_CV = torch.exp(logits_CV - log_norm_C[:, None])
     if labels == "data":
         loss_C = cross_entropy_C
-        is_label_CV = torch.arange(logits_CV.shape[1], device=labels_C.device) == labels_C[:, None]
+        is_label_CV = index_V == labels_C[:, None]
         gradient_CV = probability_CV - is_label_CV.to(probability_CV.dtype)
     else:
         assert teacher_CH is not None

@@ -218,8 +218,10 @@ class Content(TypedDict, total=False):
     row_seconds: dict[Name, Quantity]
     evaluation: Evaluation | None
     best_evaluation: BestEvaluation | None
+    best_evaluations_before: list[BestEvaluation]
     tau: Tau | None
     best_tau: BestTau | None
+    best_taus_before: list[BestTau]
     checkpoint: Checkpoint | None
     save_failures: Count
     evidence: Event | None

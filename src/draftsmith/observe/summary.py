@@ -30,6 +30,7 @@ RATE_SECONDS = 5.0  # that a rate has to cover to count
 RATES = 9  # a speed is the median of so many steps
 DISTINCT = 40  # texts of errors and notices that are told apart
 MALFORMED = "malformed"  # the kind of what should be an event and is not shaped like one
+BESTS = 100  # that are remembered, each better than the one before
 POINTS = 120  # of the history, at least, once there are as many steps
 
 
@@ -50,8 +51,10 @@ class Summary:
             "row_seconds": {},
             "evaluation": None,
             "best_evaluation": None,
+            "best_evaluations_before": [],
             "tau": None,
             "best_tau": None,
+            "best_taus_before": [],
             "checkpoint": None,
             "save_failures": 0,
             "evidence": None,
@@ -122,9 +125,13 @@ class Summary:
     def _forget_after(self, step: int) -> None:
         """The run goes on from this step: what lay behind it is done again, and its checkpoints are refused or lost."""
         content = self.content
-        for name in ("step", "evaluation", "best_evaluation", "tau", "best_tau", "checkpoint"):
-            if content[name] is not None and (content[name].get("step") or 0) > step:
+        for name in ("step", "evaluation", "tau", "checkpoint"):
+            if _is_after(content[name], step):
                 content[name] = None
+        for name in ("best_evaluation", "best_tau"):
+            before = content[f"{name}s_before"]
+            while _is_after(content[name], step):
+                content[name] = before.pop() if before else None
         content["history"] = [each for each in content["history"] if each[0] <= step]
 
     def _malformed(self, _event: Event) -> None:
@@ -170,14 +177,23 @@ class Summary:
         loss = number(event.get("loss"))
         best = content["best_evaluation"]
         if loss is not None and (best is None or loss < best["loss"]):
-            content["best_evaluation"] = {"loss": loss, "tau_proxy": event.get("tau_proxy"), "step": event.get("step")}
+            better = {"loss": loss, "tau_proxy": event.get("tau_proxy"), "step": event.get("step")}
+            self._improve("best_evaluation", better)
 
     def _tau(self, event: Event) -> None:
         content = self.content
         content["tau"] = event
         tau = number(event.get("decode"))
         if tau is not None and (content["best_tau"] is None or tau > content["best_tau"]["decode"]):
-            content["best_tau"] = {"decode": tau, "walk": event.get("walk"), "step": event.get("step")}
+            self._improve("best_tau", {"decode": tau, "walk": event.get("walk"), "step": event.get("step")})
+
+    def _improve(self, name: str, better: dict[str, Any]) -> None:
+        """A new best; the ones before are kept for a run that goes on from an earlier step."""
+        before = self.content[f"{name}s_before"]
+        if self.content[name] is not None:
+            before.append(self.content[name])
+            del before[:-BESTS]
+        self.content[name] = better
 
     def _checkpoint(self, event: Event) -> None:
         self.content.update(checkpoint=event, save_failures=0)
@@ -223,6 +239,10 @@ class Summary:
             key = "others"
         entry = found.setdefault(key, {"count": 0})
         entry.update(count=entry["count"] + 1, text=text[:600], time=event.get("time"), topic=event.get("topic"))
+
+
+def _is_after(event: dict[str, Any] | None, step: int) -> bool:
+    return event is not None and (event.get("step") or 0) > step
 
 
 def number(value: Any) -> float | None:

@@ -98,24 +98,35 @@ class Background:
 
     def __init__(self, name: str, listener: Tracking, tell: Callable[[str], None]) -> None:
         self._name, self._listener, self._tell = name, listener, tell
-        self._events: queue.Queue[Event] = queue.Queue(QUEUE)
-        self._dropped, self._failed = 0, False
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # bounded here, so that the end always fits
+        self._dropped = 0
+        self._failure: str | None = None  # what the thread died of, until it is told
+        self._over = False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if self._failed or event["kind"] not in (*SCALARS, "notice", "error", "end"):
+        self._tell_failure()
+        if self._over or event["kind"] not in (*SCALARS, "notice", "error", "end"):
             return
-        try:
-            self._events.put_nowait(event)
-        except queue.Full:
+        ended = event["kind"] == "end"
+        if ended or self._events.qsize() < QUEUE:
+            self._events.put(event)
+        else:
             self._dropped += 1
-        if event["kind"] == "end":
+        if ended:
             self._thread.join(CLOSE_SECONDS)
+            self._tell_failure()
             if self._thread.is_alive():
                 self._tell(f"{self._name} has not taken everything in {CLOSE_SECONDS:.0f} s; it is left behind")
-            elif self._dropped:
+            elif self._dropped and not self._over:
                 self._tell(f"{self._name} was too slow: {self._dropped} events were not sent")
+
+    def _tell_failure(self) -> None:
+        """Told from where events come, and not by the thread: whoever waits for it may hold what telling needs."""
+        if self._failure is not None and not self._over:
+            self._over = True
+            self._tell(self._failure)
 
     def _work(self) -> None:
         try:
@@ -125,8 +136,7 @@ class Background:
                 if event["kind"] == "end":
                     return
         except Exception as error:  # what shows a run must never end it
-            self._failed = True
-            self._tell(f"{self._name} failed and is left out: {type(error).__name__}: {error}")
+            self._failure = f"{self._name} failed and is left out: {type(error).__name__}: {error}"
 
 
 def trackers(names: tuple[str, ...], folder: Path, tell: Callable[[str], None]) -> list[Background]:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,12 +148,17 @@ class Target:
     def _final_norm_scale(self) -> Tensor | None:
         """Scale [H] by which the final norm multiplies a normalised hidden state; None for a decoder without one.
 
-        Read by sending ones through it, whose RMS is one: norms differ in how they store their weight.
+        Read by sending a vector of mean 0 and RMS 1 through it, and its opposite: norms differ in how they store their
+        weight, some subtract the mean, some add a bias (which a drafter's norm has no place for).
         """
         norm = getattr(self.decoder, "norm", None)
         if norm is None:
             return None
-        return norm(torch.ones(self.geometry.hidden_size, dtype=self.dtype, device=self.device)).float().cpu()
+        size = self.geometry.hidden_size
+        half = (size + 1) // 2
+        up, down = math.sqrt((size - half) / half), math.sqrt(half / (size - half))  # 1 and 1 where the size is even
+        probe_H = torch.where(torch.arange(size) < half, up, -down).to(self.device, self.dtype)
+        return ((norm(probe_H).float() - norm(-probe_H).float()) / (2 * probe_H.float())).cpu()
 
     def compile_layers(self, layer: Callable[..., Any]) -> None:
         """From now on `features` runs every decoder layer as `layer(module, *inputs)`, a compiled `run_layer`."""

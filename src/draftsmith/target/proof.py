@@ -61,7 +61,7 @@ def choose_packing(target: Target) -> None:
     bound = _tolerance(target)
     if error is None:
         target.packing, target.packing_reason = "separate", "its forward does not take explicit masks"
-    elif error > bound:
+    elif not error <= bound:  # also where it is no number
         target.packing = "separate"
         target.packing_reason = f"packed features differ from separate ones by {error:.1e}, more than {bound:.0e}"
     else:
@@ -149,8 +149,14 @@ def prove_head(target: Target, where: str) -> None:
         handle.remove()
     head, bound = target.head(), _tolerance(target)
     hidden = target.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    if not torch.isfinite(hidden).all():
+        raise UserError(
+            f"its hidden states are not finite in {str(target.dtype).removeprefix('torch.')}",
+            where=where,
+            fix="look for damaged weights, or give another target.dtype: bfloat16 or float32",
+        )
     error = _relative_error(head.logits(hidden), theirs)
-    if error > bound:
+    if not error <= bound:
         raise UserError(
             f"computes its logits in an unknown way (ours differ by {error:.1e})",
             where=where,
