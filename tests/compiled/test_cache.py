@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,16 @@ def test_sizes_by_kind(own):
 def test_a_cache_says_what_it_lacks_of_a_config(own):
     needs = {"drafter 0": 20.0, "objective 0": 4.0, "drafter 1": 3.0}
     covered = cache.coverage(own, needs)
-    assert covered.line() == "1 of 3 regions present; 2 will compile, about 7 s"
+    assert covered.line() == "1 of 3 regions present; 2 will compile, about 6 s"
     shutil.rmtree(cache.graph_file(own, KEYS[0]))
-    assert cache.coverage(own, {"drafter 0": None}).line() == "0 of 1 regions present; 1 will compile, time unknown"
+    assert cache.coverage(own, {"another 0": None}).line() == "0 of 1 regions present; 1 will compile, time unknown"
+    use, _ = cache.uses_of(cache.read_manifest(own))
+    for seconds, known in ((31.0, 31), (0.5, 31), (40.0, 40)):  # compiled, loaded, compiled again
+        cache.write_manifest(own, HERE, [replace(use, seconds=seconds)])
+        covered = cache.coverage(own, {use.name: None})
+        assert covered.line() == f"0 of 1 regions present; 1 will compile, about {known} s"
+    cache.write_manifest(own, HERE, [replace(use, keys=("fother",), seconds=1.0)])
+    assert cache.coverage(own, {use.name: None}).line().endswith("about 1 s")
     assert cache.coverage(own.parent / "nowhere", needs).line().startswith("0 of 3 regions present; 3 will compile")
 
 

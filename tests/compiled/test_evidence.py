@@ -24,7 +24,8 @@ from draftsmith.compiled import (
     WarmUp,
     _torch,
 )
-from draftsmith.compiled.evidence import Seen, judge
+from draftsmith.compiled._torch import Span
+from draftsmith.compiled.evidence import Seen, Trace, judge
 from draftsmith.pipeline.compiling import FLASH_KERNEL
 from draftsmith.pipeline.proof import FLEX_KERNELS
 
@@ -246,6 +247,18 @@ def test_control_wrong_numbers(gate):
     assert problems_of(gate, [expected], lambda: region(leaf())) == [
         "a on cpu: its output differs from the reference by 0.3"
     ]
+
+
+def test_kernels_belong_to_the_device_that_ran_them():
+    """One card's kernels are no evidence for another."""
+
+    def kernel(name, device):
+        return Span(name, device, thread=7, start=10, end=20, sequence=-1, forward_thread=0, event=None)
+
+    trace = Trace([kernel("flex forward", 0), kernel("flex backward", 0), kernel("dense", 1), kernel("dense", 1)])
+    assert trace.kernels("cuda:0") == ["flex backward", "flex forward"]
+    assert trace.kernels("cuda:1") == ["dense"]
+    assert trace.kernels("cuda:2") == []
 
 
 def test_control_memory_and_kernels(gate):

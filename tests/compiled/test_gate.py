@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+import types
 import warnings
 
 import pytest
 import torch
 
 from draftsmith.compiled import CompiledTooLate, GateError, Region
-from draftsmith.compiled.bench import measure
+from draftsmith.compiled.bench import lines_of, measure
 
 
 def square(x):
@@ -299,8 +301,10 @@ def test_first_use_inside_a_backward_outside_the_gate_is_refused(gate):
 def test_the_gates_cost_is_measured():
     """The command prints the figures; how large they are is not for a test on shared cores to judge."""
     found = measure(calls=50, rounds=3)
-    assert found.keys() == {"compiled", "unsealed", "sealed"}  # the latter two are differences, noise included
+    # All but the first are differences, noise included.
+    assert found.keys() == {"compiled", "unsealed", "unsealed_many", "in_step", "sealed"}
     assert found["compiled"] > 0
+    assert [line.split()[-1] for line in lines_of(found)] == ["µs"] * 5
     torch._dynamo.reset()
 
 
@@ -322,6 +326,68 @@ def test_what_guards_look_at_besides_shapes_is_a_first_use(gate, what):
         region(x.t() if what == "strides" else x)
     assert [compile_.alone for compile_ in gate.compiles] == [True, True]
     assert len(region.first_uses) == 2
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x * (2 if self.training else 3))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("change", ["mode", "frozen", "deterministic", "object"])
+def test_what_only_guards_know_is_compiled_alone_too(gate, change, in_step):
+    """The call is made again as a first use; its backward is compiled with it, and the numbers are the changed ones."""
+    module, x = Scaled(4, 4), torch.ones(3, 4, requires_grad=True)
+    inside = types.SimpleNamespace(factor=torch.ones(1))
+    r = region("r", gate, (lambda x, inside: module(x) * inside.factor) if change == "object" else module.forward)
+    given = (x, inside) if change == "object" else (x,)
+    r(*given).sum().backward()
+    try:
+        if change == "mode":
+            module.eval()
+        elif change == "frozen":
+            module.weight.requires_grad_(False)
+        elif change == "deterministic":
+            torch.use_deterministic_algorithms(True)
+        else:
+            inside.factor = torch.ones(1, dtype=torch.float64)
+        with warnings.catch_warnings(), gate.step() if in_step else contextlib.nullcontext():
+            warnings.simplefilter("error")
+            result = r(*given)
+            result.sum().backward()
+        torch.testing.assert_close(result, module(x) * inside.factor)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [(c.direction, c.alone) for c in gate.compiles] == [("forward", True)] * 2
+    assert not gate.held
+    r(*given)
+    assert len(gate.compiles) == 2
+
+
+def test_an_error_of_the_function_itself_is_not_taken_for_a_refusal(gate):
+    r = region("r", gate, lambda x, index: x.gather(0, index))
+    r(torch.ones(3), torch.tensor([2]))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        r(torch.ones(3), torch.tensor([3]))
+    assert len(gate.compiles) == 1
+    assert not gate.held
+
+
+def test_a_region_with_graph_breaks_that_compiles_beside_others_is_told(gate):
+    """Part of the call has run, so it cannot be made again."""
+    module = Scaled(4, 4)
+
+    def broken(x):
+        x = module(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    r = region("broken", gate, broken, fullgraph=False)
+    r(torch.ones(3, 4))
+    module.eval()
+    with pytest.warns(UserWarning, match=r"broken compiles \(forward\) beside other threads: .*training"):
+        torch.testing.assert_close(r(torch.ones(3, 4)), module(torch.ones(3, 4)) + 1)
+    assert not gate.compiles[-1].alone
 
 
 def test_the_last_place_taken_by_another_thread_is_an_error_of_the_gate(gate):

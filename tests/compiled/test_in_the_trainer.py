@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from functools import partial, wraps
 
 import pytest
@@ -22,9 +23,18 @@ from draftsmith.pipeline.compile_commands import _random_head
 from draftsmith.pipeline.environment import write_record
 from draftsmith.pipeline.link import Link, Stop
 from draftsmith.pipeline.plan import make_plan
-from draftsmith.pipeline.proof import dense_rule, differs_from_reference, expectations, make_sample
+from draftsmith.pipeline.proof import (
+    FLEX_KERNELS,
+    dense_rule,
+    differs_from_reference,
+    expectations,
+    make_sample,
+    memory_bound,
+)
 from draftsmith.pipeline.run import train
 from draftsmith.pipeline.sync import Exchange
+from draftsmith.pipeline.workers import DrafterWorker
+from draftsmith.target.forward import Target
 
 SMALL = {"drafter": {"layers": 1, "block_size": 4}, "training": {"steps": 3, "eval_rows": 0, "save_every": 0}}
 
@@ -146,6 +156,33 @@ def test_what_compiles_after_the_warm_up_is_told_and_written(tiny_run, traced, m
     ]
     ledger = json.loads((result.folder / "ledger.json").read_text())
     assert [entry["region"] for entry in ledger["recompiles"] if entry["late"]] == ["stranger"]
+
+
+@pytest.mark.parametrize("where", ["target", "evaluation"])
+def test_a_late_compile_in_any_worker_ends_the_run_in_one_line(tiny_run, traced, monkeypatch, where):
+    """In a target and in an evaluation, too, which stand outside every update."""
+    sealed, strangers = compiling.Compiling.sealed, []
+    owner, name = (Target, "features") if where == "target" else (DrafterWorker, "_rows")
+    plain = getattr(owner, name)
+
+    def sealed_with_a_stranger(self):
+        sealed(self)
+        strangers.append(compiling.Region("stranger", lambda x: x + 1, gate=self.gate))
+
+    def strange(self, *arguments, **options):
+        if strangers and options.get("learn") is not True:
+            strangers[0](torch.ones(2))
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(compiling.Compiling, "sealed", sealed_with_a_stranger)
+    monkeypatch.setattr(owner, name, strange)
+    sections = SMALL | {"training": SMALL["training"] | {"eval_rows": 1, "eval_every": 1}}
+    with pytest.raises(
+        UserError, match=r"stranger: compiling \(forward\) after the warm-up; given float32\[2\]"
+    ) as caught:
+        train(tiny_run("strange", **sections, compile={"enabled": "on", "evidence": "off"}))
+    assert caught.value.where == "compile.on_recompile"
+    assert "compile.on_recompile=warn" in caught.value.fix
 
 
 def test_missing_evidence_ends_the_run(tiny_run, traced):
@@ -300,6 +337,29 @@ def test_expectations_of_a_plan(tiny_run):
     other = make_plan(tiny_run("other", **SMALL, rows={"length": 112}))
     assert len(compiling.needs(plan)) == 3
     assert set(compiling.needs(plan)).isdisjoint(compiling.needs(other))
+
+
+def test_expectations_of_flex_attention(tiny_run):
+    """On CUDA its kernels must be seen, forward and backward, and no scores; peak memory is bound where scores show."""
+    plan, replica, sample = sample_of(tiny_run)
+    plan = replace(plan, attention="flex")
+    rows = plan.config.rows
+    queries = rows.anchors * plan.spec.block_size
+    scores = plan.spec.layers * plan.spec.heads * queries * (rows.length + queries) * plan.dtype.itemsize
+    for device, kernels in (("cpu", ()), ("cuda:1", FLEX_KERNELS["triton"])):
+        (drafter, _) = expectations(plan, replica, lambda: sample, torch.device(device))
+        assert drafter.kernels == kernels
+        assert drafter.score_shapes == ((queries, rows.length + queries),)
+        assert not drafter.softmax
+
+    def with_activations(activations):
+        here, there = (replace(plan.memory[0], device=name, activations=activations) for name in ("cuda:0", "cuda:1"))
+        return replace(plan, memory=(replace(here, activations=1), there))
+
+    # Scores of less than half of what is expected anyway would not show.
+    assert memory_bound(with_activations(2 * scores), torch.device("cuda:1")) == 2 * scores + scores // 2
+    assert memory_bound(with_activations(2 * scores + 2), torch.device("cuda:1")) is None
+    assert memory_bound(with_activations(2 * scores + 2), torch.device("cuda:0")) == 1 + scores // 2
 
 
 def test_a_compiled_run_looks_in_draftsmiths_own_cache(tiny_run, traced, caches):

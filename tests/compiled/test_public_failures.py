@@ -73,6 +73,30 @@ def test_warm_thread_while_another_compiles(gate, as_in_2_11):
     assert staggered(warm, cold) == []
 
 
+def test_a_changed_mode_while_a_warm_thread_goes_on(gate, as_in_2_11):
+    """A recompile that no shape tells of: the warm thread must not meet its trace either."""
+    switched = torch.nn.Dropout(0.0)
+
+    def deep(x):
+        return long(switched(x))
+
+    warm = Region("warm", wave, gate=gate, backend="aot_eager")
+    warm(torch.ones(4))
+    changing = [Region(f"changing {i}", deep, gate=gate, backend="aot_eager") for i in range(4)]
+
+    def change(region):
+        def first(x):
+            region(x).backward()
+            switched.train(not switched.training)
+            return region(x)
+
+        return first
+
+    assert staggered(warm, [change(region) for region in changing]) == []
+    assert len(gate.compiles) == 9
+    assert all(compile_.alone for compile_ in gate.compiles)
+
+
 def test_first_uses_together_with_backward(gate, in_threads):
     """On CUDA this deadlocks without a gate (scripts/prove_gate.py); here: no overlap, and right gradients."""
     regions = [Region(f"r{i}", long, gate=gate, backend="aot_eager") for i in range(3)]

@@ -94,6 +94,50 @@ def test_a_late_compile_under_warn_is_a_recompile_with_its_reason(gate):
     assert "expected 4, actual 5" in late["reason"]
 
 
+def test_graph_breaks_are_each_regions_own(gate):
+    """Dynamo counts them for the whole process."""
+
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return wave(x)
+
+    ledger = Ledger(gate)
+    regions = [
+        Region("one break", broken, gate=gate, fullgraph=False),
+        Region("no break", wave, gate=gate, fullgraph=False),
+        Region("another break", broken, gate=gate, fullgraph=False, backend="aot_eager"),
+        Region("whole", wave, gate=gate, backend="aot_eager"),
+    ]
+    ledger.watch(regions)
+    for region in regions:
+        region(torch.ones(3))
+    breaks: dict[str, list[int | None]] = {}
+    for entry in ledger.entries():
+        breaks.setdefault(entry.region, []).append(entry.graph_breaks)
+    assert {name: sum(found) for name, found in breaks.items()} == {
+        "one break": 1,
+        "no break": 0,
+        "another break": 1,
+        "whole": 0,
+    }
+
+
+def test_a_compile_that_failed_in_silence_is_no_warm_up(gate):
+    """`suppress_errors` turns what a backend raises into an eager call."""
+
+    def fails(_graph, _inputs):
+        raise ValueError("no kernel for this")
+
+    region = Region("suppressed", wave, gate=gate, fullgraph=False, backend=fails)
+    warm = WarmUp(gate, Ledger(gate), devices=["cpu"])
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        pytest.raises(NotCompiled, match="region 'suppressed' ran, but nothing was compiled"),
+    ):
+        warm.turn("drafter 0", "cpu", [region], lambda: region(leaf()).backward())
+
+
 def test_a_step_that_compiles_every_time_is_no_warm_up(gate):
     region, sizes = Region("drafter 0", wave, gate=gate, backend="aot_eager"), iter(range(4, 99))
     with pytest.raises(NotCompiled, match=r"compiled again: drafter 0 \(forward\).*expected 4, actual 5"):

@@ -203,10 +203,17 @@ def inductor_seconds() -> list[float]:
     return list(times.get("fx_codegen_and_compile") or times.get("compile_fx_inner") or ())
 
 
+def graph_breaks() -> int:
+    """Graph breaks that Dynamo has met in this process; 0 where it does not say."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters.get("graph_break", {}).values())
+
+
 def compile_metrics(compile_id: str) -> dict[str, Any]:
     """Dynamo's own figures of the newest compile with that id; empty where they are gone.
 
-    Used: `entire_frame_compile_time_s`, `backend_compile_time_s`, `inductor_compile_time_s`, `num_graph_breaks`.
+    Used: `entire_frame_compile_time_s`, `backend_compile_time_s`, `inductor_compile_time_s`, `fail_type`.
     """
     from torch._dynamo import utils
 
@@ -215,6 +222,11 @@ def compile_metrics(compile_id: str) -> dict[str, Any]:
         if found.compile_id == compile_id and found.is_forward is not False:
             return dict(vars(found)) if hasattr(found, "__dict__") else {}
     return {}
+
+
+def failed(compile_id: str) -> bool:
+    """Whether a compile ended in an error that Dynamo kept to itself (`suppress_errors`): the function ran eager."""
+    return bool(compile_metrics(compile_id).get("fail_type"))
 
 
 def why_nothing_compiles() -> str:

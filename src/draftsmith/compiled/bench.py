@@ -1,8 +1,9 @@
 """`python -m draftsmith.compiled.bench`: what the gate adds to an ordinary call, in microseconds.
 
-Calls a tiny compiled function (backend "eager": the call itself is what costs) directly, through a region before the
-seal, and after it. Each figure is the best of several rounds of CPU time of this thread, taken in turn with rounds of
-the compiled function alone, so a busy machine disturbs it little.
+Calls a tiny compiled function (backend "eager": the call itself is what costs) directly and through a region: with one
+tensor and with eight, before the seal, in a `gate.step()` of its own, and after the seal. Each figure is the best of
+several rounds of CPU time of this thread, taken in turn with rounds of the compiled function alone, so a busy machine
+disturbs it little.
 """
 
 from __future__ import annotations
@@ -15,26 +16,51 @@ import torch
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 
+MANY = 8  # tensors of the larger call
 
-def _double(x: torch.Tensor) -> torch.Tensor:
+
+def _double(x: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
 def measure(calls: int = 2000, rounds: int = 9) -> dict[str, float]:
-    """Microseconds a call: "compiled" alone, and what "unsealed" and "sealed" regions add to it."""
+    """Microseconds a call: "compiled" alone with one tensor, and what a region adds to it: "unsealed", "unsealed_many"
+    (eight tensors), "in_step" (a `gate.step()` of its own around the call), "sealed"."""
     gate = Gate()
     try:
-        x = torch.ones(4)
+        x, others = torch.ones(4), [torch.ones(4) for _ in range(MANY - 1)]
         region = Region("bench", _double, gate=gate, backend="eager")
         plain = torch.compile(_double, backend="eager", fullgraph=True, dynamic=False)
-        plain(x)
-        region(x)
-        ordinary, unsealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
+
+        def stepped() -> None:
+            with gate.step():
+                region(x)
+
+        for function in (plain, region):
+            function(x)
+            function(x, *others)
+        alone, unsealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
+        found = {"compiled": alone, "unsealed": unsealed - alone}
+        alone, many = _best_of_both(lambda: plain(x, *others), lambda: region(x, *others), calls, rounds)
+        found["unsealed_many"] = many - alone
+        alone, step = _best_of_both(lambda: plain(x), stepped, calls, rounds)
+        found["in_step"] = step - alone
         gate.seal()
-        under_seal, sealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
-        return {"compiled": ordinary, "unsealed": unsealed - ordinary, "sealed": sealed - under_seal}
+        alone, sealed = _best_of_both(lambda: plain(x), lambda: region(x), calls, rounds)
+        return {**found, "sealed": sealed - alone}
     finally:
         gate.close()
+
+
+def lines_of(found: dict[str, float]) -> list[str]:
+    """For people: what `measure` found."""
+    return [
+        f"a compiled call alone                        {found['compiled']:6.2f} µs",
+        f"added by a region before the seal            {found['unsealed']:+6.2f} µs",
+        f"  called with {MANY} tensors                     {found['unsealed_many']:+6.2f} µs",
+        f"  with a `gate.step()` of its own around it  {found['in_step']:+6.2f} µs",
+        f"added by a region after the seal             {found['sealed']:+6.2f} µs",
+    ]
 
 
 def _best_of_both(
@@ -52,7 +78,4 @@ def _best_of_both(
 
 
 if __name__ == "__main__":
-    found = measure()
-    print(f"a compiled call alone      {found['compiled']:6.2f} µs")
-    print(f"a region before the seal  +{found['unsealed']:6.2f} µs")
-    print(f"a region after the seal   +{found['sealed']:6.2f} µs")
+    print("\n".join(lines_of(measure())))

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -229,11 +229,19 @@ def sizes(folder: Path) -> dict[str, int]:
 def write_manifest(folder: Path, machine: dict[str, Any], uses: Iterable[Use]) -> dict[str, Any]:
     """Write what produced the cache and a checksum of each file; returns the manifest.
 
-    Other processes may compile into the same folder meanwhile: what vanishes is left out.
+    A use that was there before with the same graphs keeps its seconds if they are more: it is loaded now, and was
+    compiled then. Other processes may compile into the same folder meanwhile: what vanishes is left out.
 
     Raises:
         OSError: it cannot be written.
     """
+    before = {use.name: use for use in uses_of(earlier)} if (earlier := read_manifest(folder)) else {}
+    kept = [
+        replace(use, seconds=max(use.seconds, before[use.name].seconds))
+        if use.name in before and set(use.keys) == set(before[use.name].keys)
+        else use
+        for use in uses
+    ]
     checksums = {}
     for file in _files(folder):
         with suppress(FileNotFoundError):
@@ -242,7 +250,7 @@ def write_manifest(folder: Path, machine: dict[str, Any], uses: Iterable[Use]) -
         "version": VERSION,
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": machine,
-        "uses": [asdict(use) for use in uses],
+        "uses": [asdict(use) for use in kept],
         "files": checksums,
     }
     write_aside(folder / MANIFEST, json.dumps(content, indent=1, default=str) + "\n")
@@ -298,7 +306,8 @@ def coverage(folder: Path, needs: Mapping[str, float | None]) -> Coverage:
 
     Args:
         folder: the cache.
-        needs: name → seconds that compiling it is expected to take, None if unknown.
+        needs: name → seconds that compiling it is expected to take, None if unknown; what the manifest knows to have
+            taken so long goes before.
     """
     manifest = read_manifest(folder)
     uses = {use.name: use for use in uses_of(manifest)} if manifest else {}
@@ -307,7 +316,7 @@ def coverage(folder: Path, needs: Mapping[str, float | None]) -> Coverage:
         for name in needs
         if name not in uses or not uses[name].keys or not all(_has_graph(folder, key) for key in uses[name].keys)
     )
-    known = [needs[name] for name in missing]
+    known = [uses[name].seconds if name in uses and uses[name].seconds else needs[name] for name in missing]
     seconds = None if any(each is None for each in known) else float(sum(each or 0.0 for each in known))
     return Coverage(len(needs), missing, seconds)
 

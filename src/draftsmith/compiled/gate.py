@@ -37,7 +37,7 @@ from draftsmith.compiled import _torch
 
 OnRecompile = Literal["error", "warn"]
 _numbers = itertools.count()
-_calling = threading.local()  # .region: the region whose call is running in this thread
+_calling = threading.local()  # .region: whose call runs in this thread; .refused: it began to compile beside others
 
 
 class GateError(RuntimeError):
@@ -74,7 +74,8 @@ class Graph:
 class Compile:
     """One compile that the gate saw. Seconds are wall-clock; `alone` says that it ran under an exclusive hold;
     `reason` names the guards that failed, empty for a first compile; `given` the tensors that came, of a forward in a
-    region; `late` says that the gate was sealed."""
+    region; `late` says that the gate was sealed; `graph_breaks` are those that Dynamo met in it, None where it does not
+    say or others compiled beside it."""
 
     compile_id: str
     direction: str
@@ -84,6 +85,7 @@ class Compile:
     reason: str = ""
     given: str = ""
     late: bool = False
+    graph_breaks: int | None = None
     seconds: float | None = None
     graphs: list[Graph] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter, repr=False)
@@ -114,6 +116,7 @@ class Gate:
         self.open = False  # sealed with "error": nothing may compile, so nobody needs to wait
         self.straight = False  # open, and nobody watches: regions call the compiled function and do nothing else
         self.watched = False  # a profiler runs: regions mark their calls in its trace
+        self.whole: set[str] = set()  # regions of one graph: nothing of a call has run when it begins to compile
         self._sealed: OnRecompile | None = None
         self._key = f"draftsmith.gate.{next(_numbers)}"
         self._handed: list[Hold | None] = [None] * _torch.PLACES  # holds by place, for the autograd thread
@@ -122,7 +125,7 @@ class Gate:
         self._changed = threading.Condition(self._lock)
         self._here = threading.local()  # .hold: of this thread; torch's copy is for threads that run its backward
         self._sharing, self._waiting, self._alone = 0, 0, False
-        self._graphs_before = 0
+        self._graphs_before = self._breaks_before = 0
         self._listener = _torch.CompileListener(self._compile_starts, self._compile_ends)
 
     # -- holds -------------------------------------------------------------------------------------------------------
@@ -313,15 +316,21 @@ class Gate:
             # A forward is stopped earlier, by the stance; a backward that was never run in the warm-up is not.
             raise CompiledTooLate(region, direction, "its forward was warmed up, this direction was not")
         alone = hold is not None and hold.exclusive
+        if hold is not None and not alone and direction == "forward" and region in self.whole:
+            # What `signature` does not know has changed: a mode, a frozen weight, the inside of an object.
+            _calling.refused = True
+            raise GateError("compiles beside others: the region calls again, alone")
         reason = _torch.recompile_reason() if direction == "forward" else ""
         name = threading.current_thread().name
-        self._graphs_before = len(_torch.inductor_seconds())
+        self._graphs_before, self._breaks_before = len(_torch.inductor_seconds()), _torch.graph_breaks()
         given = getattr(_calling, "given", "") if direction == "forward" else ""
         new = Compile(compile_id, direction, region, name, alone, reason, given, late=self.sealed)
         self.compiles.append(new)
         if self._sealed == "warn":
             text = f"{region or 'a function outside any region'} compiles ({direction}) after the warm-up"
             warnings.warn(f"{text}: {new.why()}", stacklevel=2)
+        elif hold is not None and not alone and region:
+            warnings.warn(f"{region} compiles ({direction}) beside other threads: {new.why()}", stacklevel=2)
 
     def _graph_looked_up(self, key: str, is_backward: bool, hit: bool, compile_id: str) -> None:
         running = next((c for c in reversed(self.compiles) if c.compile_id == compile_id and c.seconds is None), None)
@@ -332,10 +341,18 @@ class Gate:
         for seen in reversed(self.compiles):
             if (seen.compile_id, seen.direction) == (compile_id, direction) and seen.seconds is None:
                 seen.seconds = time.perf_counter() - seen.began
+                seen.graph_breaks = _torch.graph_breaks() - self._breaks_before if seen.alone else None
                 # Alone in its hold, so what Inductor has compiled meanwhile are this compile's misses, in order.
                 times = iter(_torch.inductor_seconds()[self._graphs_before :])
                 seen.graphs[:] = [g if g.hit else replace(g, seconds=next(times, None)) for g in seen.graphs]
                 break
+
+
+def refused() -> bool:
+    """Whether a compile was refused in this thread since this was asked last, because it would not have been alone."""
+    was: bool = getattr(_calling, "refused", False)
+    _calling.refused = False
+    return was
 
 
 def calling(region: str, given: str = "") -> str:

@@ -43,9 +43,10 @@ class Entry:
         traced, compiled, loaded: seconds.
         cache: "hit", "miss", or "none" where no graph went through the cache (another backend, cache switched off).
         key: of the graph; its file on disk, if it is there, is `file`.
-        graph_breaks: of the whole compile; None where torch does not say.
+        graph_breaks: of the whole compile; None where others compiled beside it.
         reason: the guards that failed, for a recompile.
         late: compiled after the warm-up.
+        alone: no other compiled call ran beside it.
     """
 
     region: str
@@ -62,6 +63,7 @@ class Entry:
     graph_breaks: int | None = None
     reason: str = ""
     late: bool = False
+    alone: bool = True
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Ledger:
                 continue
             seconds = (f"{value:.2f}" if value else "-" for value in (entry.traced, entry.compiled, entry.loaded))
             breaks = "?" if entry.graph_breaks is None else str(entry.graph_breaks)
-            graph = entry.key[:12] + (" late" if entry.late else "")
+            graph = entry.key[:12] + (" late" if entry.late else "") + ("" if entry.alone else " beside others")
             graph += f" ({shorten(entry.reason, REASON_WIDTH)})" if entry.reason else ""
             rows.append((entry.region, entry.device, entry.direction, *seconds, entry.cache, breaks, graph))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -178,9 +180,10 @@ def entries_of(compile_: Compile, device: str) -> list[Entry]:
         "device": device,
         "how": "compiled",
         "compile_id": compile_.compile_id,
-        "graph_breaks": figures.get("num_graph_breaks"),
+        "graph_breaks": compile_.graph_breaks,
         "reason": compile_.reason,
         "late": compile_.late,
+        "alone": compile_.alone,
     }
     if not compile_.graphs:
         return [Entry(direction="backward" if compile_.direction == "backward" else "forward", traced=traced, **common)]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftsmith.compiled import _torch
-from draftsmith.compiled.gate import CompiledTooLate, Gate, Hold, calling
+from draftsmith.compiled.gate import CompiledTooLate, Gate, Hold, calling, refused
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Region:
         self._hold = Hold(exclusive=False, region=name)  # of ordinary calls
         self._compiled = function
         if enabled:
+            if fullgraph:
+                gate.whole.add(name)
             own = _own_code(function, name)
             self._compiled = torch.compile(own, fullgraph=fullgraph, dynamic=dynamic, **compile_options)
 
@@ -111,6 +113,9 @@ class Region:
                 before = calling(self.name)
             try:
                 return self._compiled(*args, **kwargs)
+            except RuntimeError:
+                if not refused():
+                    raise
             finally:
                 if entered:
                     self.gate.leave()
@@ -172,7 +177,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     autocast with its dtype.
 
     Tensors inside an object that is neither a container nor plain (a BlockMask) are not looked into: it counts by its
-    type and `shape`. Dynamo's guards stay the judge; a compile that this misses is reported by the gate.
+    type and `shape`. Dynamo's guards stay the judge: where one fails that this does not know, a region of one graph is
+    called again as a first use; of one with graph breaks part has run, so the gate warns of a compile beside others.
     """
     key: list[Any] = [_grad_enabled(), _inference_enabled()]
     key.append(_autocast_enabled("cpu") and _autocast_dtype("cpu"))

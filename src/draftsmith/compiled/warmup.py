@@ -156,7 +156,7 @@ class WarmUp:
         self.ledger.write()
 
     def _check(self, worker: str, regions: Sequence[Region], settled: int) -> None:
-        compiled = {compile_.region for compile_ in self.gate.compiles}
+        compiled = {each.region for each in self.gate.compiles if not _torch.failed(each.compile_id)}
         for region in regions:
             if not region.first_uses:
                 raise NotCompiled(

@@ -25,7 +25,7 @@ from draftsmith.blocks import DraftBatch, Row
 from draftsmith.compiled import Settings
 from draftsmith.objective import Sums
 from draftsmith.pipeline.clock import Pace, WorkerClock
-from draftsmith.pipeline.compiling import Compiling
+from draftsmith.pipeline.compiling import Compiling, explained
 from draftsmith.pipeline.handoff import Arrived, HandOff
 from draftsmith.pipeline.jobs import Job, JobSequence
 from draftsmith.pipeline.link import Link, Stop, Stopped
@@ -73,7 +73,7 @@ class Worker(threading.Thread):
             self.stop.set(error, self.name)
 
     def _work_on_own_stream(self) -> None:
-        with self._on_own_stream():
+        with self._on_own_stream(), explained():
             self.work()
 
     def work(self) -> None:
