@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -17,14 +18,16 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.doctor import against, examine, fast_paths, healthy, machine, restore
+from draftsmith.doctor import against, examine, fast_paths, healthy, machine, packed_rows, restore
 from draftsmith.doctor.fast_paths import modules_entered
 from draftsmith.doctor.machine import variables
 from draftsmith.doctor.packages import drift, flavours, foreign_modules, leftovers, serving
 from draftsmith.errors import UserError
 from draftsmith.pipeline import environment
 from draftsmith.pipeline.environment import environment_record
-from draftsmith.pipeline.plan import resolve_attention
+from draftsmith.pipeline.plan import make_plan, resolve_attention
+from draftsmith.pipeline.topology import decoding_device, resolve_topology
+from draftsmith.target import fp8, packed
 
 
 def installed(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), files: bool = True):
@@ -44,6 +47,16 @@ NAMED_BY_VERSION = (
     ("nvidia-cublas", "13.1.0"), ("nvidia-cuda-runtime", "13.0.96"), ("nvidia-cublas-cu12", "12.8.4"),
     ("nvidia-cufft", "12.0.0"), ("nvidia-ml-py", "13.590"),
 )  # fmt: skip
+
+
+def gpus(monkeypatch, count: int) -> None:
+    """So many of them, as far as anybody asks how many."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+
+
+def topology_of(config):
+    return resolve_topology(config.pipeline, config.training.rows_per_update)
 
 
 def test_two_flavours(tmp_path):
@@ -161,8 +174,40 @@ def test_drift_from_pinned_versions(tmp_path):
     pins.write_text("pytest==0.1\ntorch==" + torch.__version__.partition("+")[0] + "\n")
     (found,) = drift(pins)
     assert found.text == f"1 differ from constraints.txt: pytest {here} (pinned ==0.1)"
+    assert found.mend == "pip install pytest==0.1"
     assert drift(tmp_path / "none.txt")[0].text == f"not checked: there is no {tmp_path / 'none.txt'}"
     assert drift(None)[0].text == "not checked: no constraints.txt lies beside the sources"
+
+
+@pytest.mark.parametrize(
+    ("build", "commands"),
+    [
+        ("", ["pip install 'torch<2.0,>=1.0' pytest==0.1 numpy==0.2"]),
+        (
+            "+cu130",
+            [
+                "pip install 'torch<2.0,>=1.0' --index-url https://download.pytorch.org/whl/cu130",
+                "pip install pytest==0.1 numpy==0.2",
+            ],
+        ),
+    ],
+)
+def test_the_mend_of_drift_names_what_differs_and_what_is_missing(tmp_path, monkeypatch, build, commands):
+    """Draftsmith itself is on no index, so nothing may ask pip for it; what no extra of anybody's needs stays away."""
+    versions = {"torch": f"2.11.0{build}", "pytest": "9.0"}
+
+    def version(name):
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("draftsmith.doctor.packages.metadata.version", version)
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("torch>=1.0,<2.0\npytest==0.1\nnumpy==0.2\nof-an-extra==1.0\n")
+    (found,) = drift(pins)
+    assert found.text.startswith("3 differ from constraints.txt: torch 2.11.0")
+    assert "numpy is missing (pinned ==0.2)" in found.text
+    assert found.mend == " && ".join(commands)
 
 
 def test_modules_entered_sees_functions_of_a_package():
@@ -262,6 +307,295 @@ def test_an_attention_target_wants_nothing(tiny_run):
     assert findings["drafter attention"].text == "dense, eager, on the CPU by name"
 
 
+@pytest.fixture
+def convolution_target(tmp_path, tiny_target) -> Path:
+    """A folder with a tiny LFM2's configuration, whose layers convolve or attend, and weights of some other model."""
+    from transformers import Lfm2Config
+
+    folder = tmp_path / "convolutions"
+    shutil.copytree(tiny_target, folder)
+    Lfm2Config(
+        vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, layer_types=["conv", "conv", "conv", "full_attention"],
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def test_short_convolutions_want_kernels_too(tiny_run, convolution_target):
+    findings = examine(tiny_run("lfm2", target={"path": str(convolution_target)}))
+    (found,) = [finding for finding in findings if finding.check == "target layers"]
+    assert found.level == "bad"
+    assert found.text.startswith("lfm2: causal convolution of 3 layers runs in plain PyTorch: causal-conv1d")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer_types", "said"),
+    [
+        ("qwen3", None, ""),
+        ("gemma3_text", ["sliding_attention", "full_attention"], ""),
+        ("mixtral", None, ""),
+        ("minimax", ["linear_attention", "full_attention"], "linear_attention (1), full_attention (1); transformers'"),
+        ("zamba2", None, "linear_attention (45), hybrid (9); a tiny zamba2 does not run on cpu"),
+        ("recurrent_gemma", None, "recurrent (18), attention (8); transformers'"),
+    ],
+)
+def test_only_attention_is_called_attention_only(kind, layer_types, said):
+    from transformers import CONFIG_MAPPING
+
+    more = {"layer_types": layer_types, "num_hidden_layers": 2} if layer_types else {}
+    text = CONFIG_MAPPING[kind](**more)
+    (found,) = fast_paths._layers(text, torch.device("cpu"), lambda _text: None)
+    if said:
+        assert found.level == "warn"
+        assert found.text.startswith(f"{kind}: the kernels of its layers were not checked: {said}")
+        assert found.mend
+    else:
+        assert (found.level, found.text) == ("ok", f"{kind}: attention only, no extra kernels wanted")
+
+
+@pytest.mark.parametrize(
+    ("kind", "whats"),
+    [
+        ("nemotron_h", ["causal convolution", "state-space scan"]),
+        ("jamba", ["causal convolution", "selective scan"]),
+        ("bamba", ["causal convolution", "state-space scan"]),
+        ("kimi_linear", ["causal convolution", "Kimi delta rule"]),
+        ("olmo_hybrid", ["gated delta rule", "causal convolution"]),
+    ],
+)
+def test_each_model_wants_the_kernels_of_its_own_module(kind, whats):
+    """No state-space model is told to install the gated delta rule."""
+    from transformers import CONFIG_MAPPING
+
+    found = fast_paths._layers(CONFIG_MAPPING[kind](), torch.device("cpu"), lambda _text: None)
+    assert [each.level for each in found] == ["bad"] * len(whats)
+    for each, what in zip(found, whats, strict=True):
+        assert f": {what} of" in each.text
+
+
+def test_a_kernel_that_fails_is_bad_and_a_model_that_fails_is_not_checked(gated_delta_target, monkeypatch):
+    from transformers import AutoConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    text = AutoConfig.from_pretrained(gated_delta_target)
+    kernel = {"__name__": "fla.ops.gated"}
+    exec("def fail(*arguments, **more):\n    raise RuntimeError('no such image')", kernel)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", kernel["fail"])
+    (found,) = fast_paths.linear_attention(text, torch.device("cpu"), 3)
+    assert (found.level, found.mend.split()[-1]) == ("bad", "flash-linear-attention")
+    assert "no such image" in found.text
+    kernel["__name__"] = "elsewhere"
+    (found,) = fast_paths.linear_attention(text, torch.device("cpu"), 3)
+    assert found.level == "warn"
+    assert "no such image" in found.text
+    assert "linear_attention (3), full_attention (1)" in found.text
+
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def half_on_a_gpu(monkeypatch):
+    """Tiny targets stay on the CPU, and say that the kernel is there; what is called instead of it is a parameter."""
+    real = packed_rows.small_target
+
+    def on_the_cpu(text, _device, _dtype, trust):
+        return real(text, torch.device("cpu"), torch.float32, trust)
+
+    monkeypatch.setattr(packed_rows, "current", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(packed_rows, "small_target", on_the_cpu)
+    monkeypatch.setattr(packed, "missing", lambda *_arguments: "")
+    monkeypatch.setattr(packed_rows, "masked_kernel", lambda dim, *_: fast_paths.Finding("masked", "ok", str(dim)))
+
+
+def read_text(path: Path):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
+def test_rows_in_pieces_are_named_by_their_kernel(tiny_target, half_on_a_gpu, monkeypatch):
+    def slow_kernel(query, key, value, cuts, _longest, scale, window):
+        assert window == -1
+        out = torch.empty_like(query)
+        for start, end in zip(cuts.tolist(), cuts.tolist()[1:], strict=False):
+            piece = [each[None, start:end].transpose(1, 2) for each in (query, key, value)]
+            options = {"is_causal": True, "scale": scale, "enable_gqa": True}
+            out[start:end] = torch.nn.functional.scaled_dot_product_attention(*piece, **options)[0].transpose(0, 1)
+        return out
+
+    monkeypatch.setattr(packed, "kernel", slow_kernel)
+    (found,) = packed_rows.check(read_text(tiny_target), 16, CUDA, torch.bfloat16)
+    assert found.level == "ok"
+    assert found.text.startswith("rows run in pieces through torch's variable-length kernel (varlen_attn): ")
+
+
+def test_a_kernel_that_is_refused_leaves_the_mask(tiny_target, half_on_a_gpu, monkeypatch):
+    def refuse(*_arguments):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer")
+
+    monkeypatch.setattr(packed, "kernel", refuse)
+    found, masked = packed_rows.check(read_text(tiny_target), 16, CUDA, torch.bfloat16)
+    assert (found.level, found.check) == ("warn", "target packing")
+    assert found.text.startswith("rows run with a mask of S², not through torch's variable-length kernel")
+    assert "it refuses variable-length attention" in found.text
+    assert masked.text == "16"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "why", "mend"),
+    [
+        (20, torch.bfloat16, "no variable-length kernel for heads of 20", "lower rows.length"),
+        (512, torch.bfloat16, "no variable-length kernel for heads of 512", "lower rows.length"),
+        (64, torch.float32, "no variable-length kernel for float32", "target.dtype=bfloat16"),
+    ],
+)
+def test_where_there_is_no_variable_length_kernel(tiny_target, monkeypatch, head_dim, dtype, why, mend):
+    """By the function that training asks; a CPU has none and is not asked."""
+    monkeypatch.setattr(packed_rows, "masked_kernel", lambda dim, *_: fast_paths.Finding("masked", "ok", str(dim)))
+    text = read_text(tiny_target)
+    found, masked = packed_rows.check(text, head_dim, CUDA, dtype)
+    assert (found.level, masked.text) == ("warn", str(head_dim))
+    assert found.text.endswith(why)
+    assert found.mend.startswith(mend)
+    assert list(packed_rows.check(text, head_dim, torch.device("cpu"), dtype)) == []
+
+
+def test_attention_that_is_not_sdpa_runs_with_a_mask(half_on_a_gpu):
+    from transformers import GptOssConfig
+
+    (found,) = packed_rows.check(GptOssConfig(), 64, CUDA, torch.bfloat16)
+    assert found.level == "warn"
+    assert "rows run with a mask of S²" in found.text
+    assert "its attention is eager, not sdpa" in found.text
+
+
+def test_layers_that_no_mask_separates_run_separately(convolution_target, gated_delta_target, half_on_a_gpu):
+    (found,) = packed_rows.check(read_text(convolution_target), 16, CUDA, torch.bfloat16)
+    assert (found.level, found.text) == (
+        "warn",
+        "rows run as separate documents: it has conv layers, which no mask can separate",
+    )
+    (found,) = packed_rows.check(read_text(gated_delta_target), 16, CUDA, torch.bfloat16)
+    assert found.level == "warn"
+    assert found.text.startswith("rows run as separate documents, not through")
+
+
+def test_a_model_that_cannot_be_tried_is_not_called_fast(tiny_target, half_on_a_gpu, monkeypatch):
+    def fail(*_arguments):
+        raise ValueError("sizes do not fit\nat all")
+
+    monkeypatch.setattr(packed_rows, "small_target", fail)
+    (found,) = packed_rows.check(read_text(tiny_target), 16, CUDA, torch.bfloat16)
+    assert found.level == "warn"
+    assert "not tried on a tiny qwen3: sizes do not fit" in found.text
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "more"),
+    [
+        ({"targets": ["cuda:0"], "drafters": ["cuda:5"]}, {}),
+        ({"targets": ["cuda:0+cuda:3"], "drafters": ["cuda:0"]}, {}),
+        ({"targets": ["auto"], "drafters": ["cuda:0"]}, {}),
+        ({"targets": ["cuda:0"], "drafters": ["tpu"]}, {}),
+    ],
+)
+def test_devices_that_training_refuses_are_bad(tiny_run, monkeypatch, pipeline, more):
+    """In its words, and nothing is tried on another card instead."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(machine, "_gpus", lambda _config: [])
+    monkeypatch.setattr(fast_paths, "check", lambda *_: pytest.fail("tried on some device"))
+    config = tiny_run("absent", pipeline=pipeline, **more)
+    findings = examine(config)
+    (found,) = [finding for finding in findings if finding.check == "devices"]
+    with pytest.raises(UserError) as refused:
+        make_plan(config)
+    assert (found.level, found.text) == ("bad", f"{refused.value.where}: {refused.value.what}")
+    assert not healthy(findings)
+
+
+def test_a_device_to_decode_on_that_is_absent_is_bad(tiny_run, monkeypatch):
+    config = tiny_run("decode", decoding={"every": 10, "device": "cuda:7"})
+    found = [finding for finding in examine(config) if finding.check == "devices"]
+    with pytest.raises(UserError) as refused:
+        decoding_device(config.decoding, topology_of(config))
+    assert [each.level for each in found] == ["ok", "bad"]
+    assert found[1].text == f"decoding.device: {refused.value.what}"
+
+
+def test_probes_run_on_the_configured_devices(tiny_run, gated_delta_target, monkeypatch):
+    """The first drafter's, and the first device of the first target's span."""
+    gpus(monkeypatch, 4)
+    seen: dict[str, list] = {"compiles": [], "packed": [], "fp8": [], "layers": []}
+
+    def layers(_text, device, *_more):
+        seen["layers"].append(device.index)
+        return []
+
+    def packing(_text, _dim, device, dtype, _trust):
+        assert dtype == torch.bfloat16
+        seen["packed"].append(device.index)
+        return []
+
+    monkeypatch.setattr(fast_paths, "compiles", lambda device: seen["compiles"].append(device.index) or "")
+    monkeypatch.setattr(fast_paths, "linear_attention", layers)
+    monkeypatch.setattr(packed_rows, "check", packing)
+    monkeypatch.setattr(fp8, "missing", lambda device, _dtype: seen["fp8"].append(device.index) or "")
+    sections = {
+        "target": {"path": str(gated_delta_target), "precision": "fp8"},
+        "rows": {"length": 256, "anchors": 32},
+        "training": {"rows_per_update": 2},
+    }
+    devices = {"targets": ["cuda:1+cuda:2", "cuda:0"], "drafters": ["cuda:3", "cuda:2"]}
+    config = tiny_run("placed", pipeline=devices, **sections)
+    found = fast_paths.check(config, topology_of(config))
+    assert seen == {"compiles": [3, 1], "packed": [1], "fp8": [1, 0], "layers": [1]}
+    assert any("seen to run compiled on cuda:3 and cuda:1" in each.text for each in found)
+    for each in seen.values():
+        each.clear()
+    config = tiny_run("auto", pipeline={"targets": ["auto"], "drafters": ["auto"]}, **sections)
+    fast_paths.check(config, topology_of(config))
+    assert seen == {"compiles": [0], "packed": [0], "fp8": [0], "layers": [0]}
+
+
+def test_a_cpu_among_the_drafters_makes_all_of_them_slow(tiny_run, monkeypatch):
+    gpus(monkeypatch, 1)
+    devices = {"targets": ["cuda:0"], "drafters": ["cuda:0", "cpu"]}
+    config = tiny_run("mixed", pipeline=devices, training={"rows_per_update": 2})
+    warned, _ = fast_paths._drafter(config, topology_of(config))
+    assert (warned.level, "attend densely" in warned.text) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "check"),
+    [
+        ({"rows": {"length": 2**20, "anchors": 8}}, "rows"),
+        ({"drafter": {"taps": [99], "layers": 2, "block_size": 4}}, "drafter"),
+        ({"drafter": {"heads": 3, "kv_heads": 2, "layers": 2, "block_size": 4}}, "drafter"),
+        ({"drafter": {"mask_token_id": 10**6, "layers": 2, "block_size": 4}}, "drafter"),
+    ],
+)
+def test_sizes_that_training_refuses_are_bad(tiny_run, sections, check):
+    config = tiny_run("refused", **sections)
+    with pytest.raises(UserError) as refused:
+        make_plan(config)
+    found = [finding for finding in examine(config) if finding.check == check and finding.level == "bad"]
+    assert [each.text for each in found] == [f"{refused.value.where}: {refused.value.what}"]
+
+
+def test_trackers_and_files_that_are_missing_are_bad(tiny_run, tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    found = [each for each in examine(tiny_run("tracked", training={"trackers": ["mlflow"]})) if each.level == "bad"]
+    assert [each.check for each in found] == ["trackers"]
+    assert "mlflow" in found[0].mend
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tiny_target / "config.json", bare)
+    findings = examine(tiny_run("bare", target={"path": str(bare)}))
+    bad = {each.check: each.text for each in findings if each.level == "bad"}
+    assert bad == {"drafter": f"{bare}: holds no tokenizer", "target weights": f"{bare}: holds no weights"}
+
+
 def test_compiling_on_the_cpu_is_tried(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -276,7 +610,8 @@ def test_compiling_on_the_cpu_is_tried(tiny_run, tmp_path, monkeypatch):
     assert attention.level == "bad"
     assert "no compiler on cpu" in attention.text
     assert "compile.enabled=auto" in attention.mend
-    (flex,) = fast_paths._drafter(tiny_run("flex", drafter={"attention": "flex"}))
+    flex_run = tiny_run("flex", drafter={"attention": "flex"})
+    (flex,) = fast_paths._drafter(flex_run, topology_of(flex_run))
     assert (flex.level, flex.mend) == ("bad", "set it to dense or auto")
 
 
@@ -300,13 +635,13 @@ def test_compiling_on_the_cpu_is_tried(tiny_run, tmp_path, monkeypatch):
 )
 def test_on_a_gpu_the_doctor_says_what_training_would(tiny_run, monkeypatch, sections, level, text):
     """What training refuses is bad here, in the same words."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus(monkeypatch, 1)
     monkeypatch.setattr(fast_paths, "compiles", lambda _device: "")
     sections = {"rows": {}, "drafter": {}, **sections}
     sections["rows"] = {"length": 256, "anchors": 32, **sections["rows"]}
     sections["drafter"] = {"layers": 2, "block_size": 4, **sections["drafter"]}
     config = tiny_run("gpu", pipeline={"targets": ["auto"], "drafters": ["auto"]}, **sections)
-    found = next(fast_paths._drafter(config))
+    found = next(fast_paths._drafter(config, topology_of(config)))
     assert found.level == level
     assert found.text.startswith(text)
     if level == "bad":
@@ -316,11 +651,11 @@ def test_on_a_gpu_the_doctor_says_what_training_would(tiny_run, monkeypatch, sec
 
 
 def test_the_block_size_of_the_drafter_to_start_from_counts(tiny_run, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus(monkeypatch, 1)
     monkeypatch.setattr(fast_paths, "read_spec_to_start_from", lambda *_: SimpleNamespace(block_size=5))
     rows, devices = {"length": 256, "anchors": 32}, {"targets": ["auto"], "drafters": ["auto"]}
     config = tiny_run("init", rows=rows, drafter={"init": "d", "block_size": 4}, pipeline=devices)
-    (found,) = fast_paths._drafter(config)
+    (found,) = fast_paths._drafter(config, topology_of(config))
     assert found.text.startswith("rows: rows.anchors x block_size is 160;")
 
 
@@ -450,6 +785,19 @@ def test_what_cannot_be_restored_is_said_and_values_are_quoted(tmp_path):
     comments = "\n".join(line for line in commands if line.startswith("#"))
     assert "no index holds: torch 2.13.0+gitabc, own 1.0+mine: not restored" in comments
     assert "did not track: new.py" in comments
+
+
+def test_a_run_without_a_commit_is_not_asked_of_an_index(tmp_path):
+    record = {"draftsmith": "0.1", "machine": {"python": "3.11.7", "environment": {}}, "packages": {}, "commit": None}
+    for sources, said in (("abc123", "sources with hash abc123"), (None, "no hash of its sources")):
+        content = record | ({"sources": sources} if sources else {})
+        (tmp_path / "environment.json").write_text(json.dumps(content))
+        commands = restore(tmp_path)
+        assert [line for line in commands if not line.startswith("#")] == ["python3.11 -m venv .venv"]
+        assert f"# draftsmith 0.1: no index holds it, and the run recorded no commit, but {said}" in commands
+    record["commit"] = {"id": "0123456789abcdef", "changes": ""}
+    (tmp_path / "environment.json").write_text(json.dumps(record))
+    assert restore(tmp_path)[-1] == ".venv/bin/pip install --no-deps --editable ."
 
 
 RECORD = {"draftsmith": "1", "machine": {"environment": {}}, "packages": {}, "commit": None}

@@ -1,4 +1,4 @@
-"""All checks in order: machine, packages, environment, and with a config its devices and its target's layers."""
+"""All checks in order: machine, packages, environment, and with a config what training refuses and its fast paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from draftsmith.config import RunConfig
-from draftsmith.doctor import fast_paths, machine, packages
+from draftsmith.doctor import fast_paths, machine, packages, refusals
 from draftsmith.doctor.finding import Finding, Say, quiet
 from draftsmith.errors import UserError
 
@@ -21,8 +21,12 @@ def examine(config: RunConfig | None = None, constraints: Path | None = None, sa
     """
     findings = [*machine.check(config), *packages.check(constraints)]
     if config is not None:
+        topology, geometry, refused = refusals.check(config)
+        findings += refused
+        if topology is None or geometry is None:  # nothing to try fast paths on
+            return findings
         try:
-            findings += fast_paths.check(config, say)
+            findings += fast_paths.check(config, topology, say)
         except UserError as error:
             findings.append(Finding.of_refusal("config", error))
     return findings

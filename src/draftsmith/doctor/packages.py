@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import json
 import re
+import shlex
 import site
 import sys
 from collections import defaultdict
@@ -171,30 +172,65 @@ def _editable_sources() -> list[Path]:
 
 
 def drift(constraints: Path | None) -> list[Finding]:
-    """Installed versions that differ from the pinned ones."""
+    """Installed versions that differ from the pinned ones, and pinned packages that Draftsmith needs and that are gone.
+
+    Other pinned packages may be missing: they are of extras that nobody asked for.
+    """
     if constraints is None or not constraints.is_file():
         why = "no constraints.txt lies beside the sources" if constraints is None else f"there is no {constraints}"
         return [Finding("pinned versions", "ok", f"not checked: {why}")]
+    needed = _needed()
     differing, found = [], 0
+    pins: dict[str, str] = {}
+    build = ""
     for line in constraints.read_text(encoding="utf-8").splitlines():
         content = line.partition("#")[0].strip()
         if not content:
             continue
         try:
             requirement = Requirement(content)
-            version = metadata.version(requirement.name)
-        except (InvalidRequirement, metadata.PackageNotFoundError):
+        except InvalidRequirement:
             continue
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            if requirement.name.lower().replace("_", "-") in needed:
+                differing.append(f"{requirement.name} is missing (pinned {requirement.specifier})")
+                pins[requirement.name] = f"{requirement.name}{requirement.specifier}"
+            continue
         found += 1
         # A local part ("+cpu", "+cu130") is a build of the same version.
-        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+        public, _, local = version.partition("+")
+        if not requirement.specifier.contains(public, prereleases=True):
             differing.append(f"{requirement.name} {version} (pinned {requirement.specifier})")
+            pins[requirement.name] = f"{requirement.name}{requirement.specifier}"
+            build = local if requirement.name == "torch" else build
     if not differing:
         return [Finding("pinned versions", "ok", f"all {found} as in {constraints.name}")]
     text = f"{len(differing)} differ from {constraints.name}: {', '.join(differing[:5])}"
-    return [Finding("pinned versions", "warn", text, f"pip install --constraint {constraints} --upgrade draftsmith")]
+    return [Finding("pinned versions", "warn", text, _install(pins, build))]
+
+
+def _install(pins: dict[str, str], build: str) -> str:
+    """The command that brings exactly these; torch from its own index where a build of it is installed."""
+    pins = dict(pins)
+    commands = []
+    if "torch" in pins and re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build):
+        index = f"https://download.pytorch.org/whl/{build}"
+        commands.append(f"pip install {shlex.quote(pins.pop('torch'))} --index-url {index}")
+    if pins:
+        commands.append(f"pip install {' '.join(map(shlex.quote, pins.values()))}")
+    return " && ".join(commands)
+
+
+def _needed() -> set[str]:
+    """Names of what Draftsmith depends on without any extra; empty where it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        requirements = _requirements(metadata.distribution("draftsmith"))
+        return {requirement.name.lower().replace("_", "-") for requirement in requirements}
+    return set()
 
 
 def _requirements(distribution: metadata.Distribution) -> Iterator[Requirement]:

@@ -48,7 +48,8 @@ def against(run: Path) -> list[str]:
 def restore(run: Path) -> list[str]:
     """Commands for a clean environment and checkout like that run's.
 
-    What cannot be restored by commands (driver, GPU, uncommitted changes, own builds) is said in comment lines.
+    What cannot be restored by commands (driver, GPU, uncommitted changes, own builds, sources without a commit) is said
+    in comment lines.
     """
     record = environment_of(run)
     machine = record["machine"]
@@ -61,8 +62,14 @@ def restore(run: Path) -> list[str]:
         lines += _checkout(checkout)
     lines.append(f"python{shlex.quote('.'.join(python.split('.')[:2]))} -m venv .venv")
     lines += _installs({name: version for name, version in record["packages"].items() if name != "draftsmith"})
-    ours = "--editable ." if checkout else shlex.quote(f"draftsmith=={record['draftsmith']}")
-    lines.append(f".venv/bin/pip install --no-deps {ours}")
+    if checkout:
+        lines.append(".venv/bin/pip install --no-deps --editable .")
+    else:
+        sources = f"sources with hash {record['sources']}" if record.get("sources") else "no hash of its sources"
+        lines.append(
+            f"# draftsmith {record['draftsmith']}: no index holds it, and the run recorded no commit, but {sources}"
+        )
+        lines.append("# from a folder with those sources: .venv/bin/pip install --no-deps --editable FOLDER")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in machine["environment"].items()]
     return lines
 
