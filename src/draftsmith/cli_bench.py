@@ -197,7 +197,7 @@ def bench(
         refuse_given(ctx, ("autotune", "compile_drafter", "flex_backend"), "nothing is compiled on the CPU")
     if flex_backend == "flash":
         _need_flash(setting)
-    return _report(_timed(part, setting, targets, drafters, steps, sequence), earlier, json_)
+    return _report(_timed(part, setting, targets, drafters, steps, sequence, earlier), earlier, json_)
 
 
 def _need_flash(setting: Setting) -> None:
@@ -240,12 +240,24 @@ def _setting(geometry: str, device: str, sizes: dict[str, int | None], ways: dic
 
 
 def _timed(
-    part: str, setting: Setting, targets: str, drafters: str, steps: int | None, sequence: bool
+    part: str,
+    setting: Setting,
+    targets: str,
+    drafters: str,
+    steps: int | None,
+    sequence: bool,
+    earlier: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the part's benchmark returns, with "remarks" on what of the target runs slowly."""
+    """What the part's benchmark returns, with "remarks" on what of the target runs slowly.
+
+    Raises:
+        UserError: before anything is timed, if the earlier result is of another shape, as far as that is known by then.
+    """
     from draftsmith.bench.parts import BENCHES
-    from draftsmith.bench.pipeline import STEPS, STEPS_ON_CPU, PipelineSetting, bench_pipeline
+    from draftsmith.bench.pipeline import STEPS, STEPS_ON_CPU, PipelineSetting, bench_pipeline, known_shape
+    from draftsmith.bench.results import need_same
     from draftsmith.bench.row import bench_row
+    from draftsmith.bench.setting import shape_of
 
     if part == "pipeline":
         here, there = (
@@ -253,8 +265,13 @@ def _timed(
         )
         rows = max(setting.rows, len(there))
         steps = steps or (STEPS if setting.device.type == "cuda" else STEPS_ON_CPU)
-        result = bench_pipeline(PipelineSetting(setting, here, there, rows, steps, sequence=sequence))
+        pipeline = PipelineSetting(setting, here, there, rows, steps, sequence=sequence)
+        if earlier is not None:
+            need_same(earlier, part, setting.name, known_shape(pipeline))
+        result = bench_pipeline(pipeline)
     else:
+        if earlier is not None:
+            need_same(earlier, part, setting.name, shape_of(part, setting))
         result = {**BENCHES, "row": bench_row}[part](setting)
     remarks = _slow_layers(setting) if part in ("target", "row", "pipeline") else []
     return {**result, **({"remarks": remarks} if remarks else {})}
@@ -274,14 +291,23 @@ def _slow_layers(setting: Setting) -> list[str]:
 
 
 def _report(result: dict[str, Any], earlier: dict[str, Any] | None, json_: bool) -> int:
-    """Prints; 0, or 1 if it is slower than earlier or the host waits for the device."""
+    """Prints; 0, or 1 if it is slower than earlier or the host waits for the device.
+
+    Raises:
+        UserError: what only the run could show makes it another shape; the result is printed all the same.
+    """
     from draftsmith.bench.pipeline_figures import lines_of as lines_of_pipeline
     from draftsmith.bench.results import compare, lines_of
 
-    ok, change = (True, "") if earlier is None else compare(result, earlier)
     lines = lines_of_pipeline(result) if result["bench"] == "pipeline" else lines_of(result)
     lines += [f"  {remark}" for remark in result.get("remarks", ())]
-    if change:
+    ok = True
+    if earlier is not None:
+        try:
+            ok, change = compare(result, earlier)
+        except UserError:
+            tell(lines, result, json_)
+            raise
         lines.append(change)
         result["against"] = change
     tell(lines, result, json_)

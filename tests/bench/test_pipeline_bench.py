@@ -13,7 +13,7 @@ import torch
 from draftsmith.bench import pipeline as pipeline_module
 from draftsmith.bench.geometry import find_geometry
 from draftsmith.bench.parts import default_setting, draft_flops
-from draftsmith.bench.pipeline import STEPS_ON_CPU, PipelineSetting, bench_pipeline, plan_of
+from draftsmith.bench.pipeline import STEPS_ON_CPU, PipelineSetting, bench_pipeline, known_shape, plan_of
 from draftsmith.bench.pipeline_figures import WARM, Watch, figures, lines_of
 from draftsmith.bench.pipeline_trace import idle_shares
 from draftsmith.bench.results import compare
@@ -71,18 +71,24 @@ def test_auto_measures_on_two_devices_and_says_how_right_it_was(monkeypatch: pyt
     assert any(line.startswith(f"  auto, before anything ran: {best}") for line in lines_of(result))
 
 
-def test_the_command_and_its_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_and_its_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
     sizes = ["--length", "64", "--anchors", "4", "--block-size", "4", "--chunk", "16", "--layers", "1", "--steps", "6"]
     assert main(["bench", "pipeline", *sizes, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (tmp_path / "before.json").write_text(json.dumps(result | {"ms": 1e9, "ms_min": 1e9, "ms_max": 1e9}))
     assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "before.json")]) == 0
     capsys.readouterr()
-    for change in ({"documents": 1}, {"optimizer": "muon"}):  # another amount of work
-        other = result | {"shape": result["shape"] | change}
+    assert known_shape(small(steps=6)).keys() == result["shape"].keys()
+    (tmp_path / "fast.json").write_text(json.dumps(result | {"ms": 1e-6}))
+    assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "fast.json")]) == 1
+    capsys.readouterr()
+    monkeypatch.setattr(pipeline_module, "bench_pipeline", lambda _bench: pytest.fail("it was timed"))
+    for key, value in result["shape"].items():  # another amount of work
+        other = result | {"shape": result["shape"] | {key: value * 2 if isinstance(value, int) else "another"}}
         (tmp_path / "other.json").write_text(json.dumps(other))
         assert main(["bench", "pipeline", *sizes, "--against", str(tmp_path / "other.json")]) == 2
-        assert "the earlier shape is" in capsys.readouterr().err
+        assert f"the earlier shape is {key}=" in capsys.readouterr().err
+    monkeypatch.undo()
     assert main(["bench", "pipeline", "--targets", "cuda:9"]) == 2
     assert main(["bench", "step", "--targets", "cpu"]) == 2
 
@@ -119,6 +125,11 @@ def test_on_a_cpu_there_are_fewer_updates_unless_they_are_asked_for(monkeypatch:
     for options in ([], ["--steps", "20"]):
         assert main(["bench", "pipeline", "--device", "cpu", *options]) == 2
     assert asked == [STEPS_ON_CPU, 20]
+
+
+def test_devices_that_auto_stands_for_are_not_known_before() -> None:
+    shape = known_shape(small(targets=("auto",), drafters=("auto",)))
+    assert shape.keys() == known_shape(small()).keys() - {"targets", "drafters"}
 
 
 def test_more_drafters_than_rows_are_refused() -> None:

@@ -142,6 +142,7 @@ def bench_step(setting: Setting) -> dict[str, Any]:
         attention=setting.way,
         cold_seconds=cold,
         compile_drafter=setting.compile_drafter if setting.attention == "flex" else None,
+        autotune=setting.autotune if setting.attention == "flex" else None,
         **peak,
     )
 
@@ -208,19 +209,15 @@ def bench_update(setting: Setting) -> dict[str, Any]:
         exchange.update(0, Sums(total), 1.0)
 
     timing = measure(work, setting.device, runs=setting.runs)
-    figures = {
+    figures: dict[str, Any] = {
         "parameters": parameters,
         "kernels": update.describe(),
         "real_tokens_per_second": setting.rows * setting.length / (timing.median * 1e-3),
-        "shape": {"optimizer": setting.optimizer, "rows": setting.rows},
     }
     if setting.optimizer == "muon":
         flops = sum(step_flops(parameter.shape) for parameter in model.parameters() if parameter.dim() == 2)
         return result_of("update", setting, timing, flops, **figures)
-    # Per parameter: gradients read; master, two moments read and written; weight written; with several rows, their sum
-    # written by the first, read and written by each further one, and read by the step instead of the last one's.
-    size = setting.dtype.itemsize
-    traffic = parameters * (setting.rows * size + 6 * 4 + size + (8 * (setting.rows - 1)))
+    traffic = parameters * update_bytes(setting.rows, setting.dtype.itemsize)
     rate, ceiling = traffic / (timing.median * 1e-3) / 1e9, copy_ceiling(setting.device)
     return result_of(
         "update",
@@ -234,6 +231,22 @@ def bench_update(setting: Setting) -> dict[str, Any]:
         floor_ms=traffic / ceiling / 1e6,
         **figures,
     )
+
+
+def update_bytes(rows: int, size: int) -> int:
+    """Bytes that AdamW moves for a parameter where nothing is read or written twice for nothing (`training/fused.py`).
+
+    The clip factor needs the norm of the whole gradient, so the gradient is read twice: for the norm and by the step.
+    bfloat16: 30 for one row, 44 for two, 10 more for each further one.
+
+    Args:
+        rows: of an update. The rows before the last are added up in float32.
+        size: bytes of a weight and of its gradient.
+    """
+    gradient = size if rows == 1 else 4 + size  # the last row's; of several rows with the sum of the others
+    summing = 0 if rows == 1 else (size + 4) + (rows - 2) * (size + 8)  # the first is written, others are added
+    step = 6 * 4 + size  # master and two moments read and written, the weight written
+    return summing + 2 * gradient + step
 
 
 BENCHES: dict[str, Callable[[Setting], dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from draftsmith.bench.geometry import kinds_of, twin
-from draftsmith.bench.pipeline_figures import Watch, figures, predicted, row_arithmetic
+from draftsmith.bench.pipeline_figures import Watch, figures, predicted, row_arithmetic, shape_of
 from draftsmith.bench.pipeline_trace import KERNELS, read_trace, trace
 from draftsmith.bench.random_target import model_config, random_target
 from draftsmith.bench.setting import Setting
@@ -147,6 +147,19 @@ def _config(bench: PipelineSetting, rows: int, folder: Path) -> RunConfig:
             },
         }
     )
+
+
+def known_shape(bench: PipelineSetting) -> dict[str, Any]:
+    """What of the result's shape follows from the setting: all of it but the devices that "auto" stands for.
+
+    Raises:
+        UserError: see `plan_of`.
+    """
+    with tempfile.TemporaryDirectory(prefix="draftsmith-bench-") as scratch:
+        shape = shape_of(plan_of(bench, Path(scratch))) | {"documents": bench.setting.documents}
+    if "auto" in (*bench.targets, *bench.drafters):
+        del shape["targets"], shape["drafters"]
+    return shape
 
 
 def bench_pipeline(bench: PipelineSetting) -> dict[str, Any]:

@@ -77,21 +77,26 @@ def figures(plan: Plan, watch: Watch, steps: int) -> dict[str, Any]:
         **Timing.of(gaps).to_json(),
         "ms_per_row": 1e3 * seconds / rows,
         "tokens_per_second": (watch.tokens[last] - watch.tokens[first]) / seconds,
-        "shape": {
-            "S": plan.config.rows.length, "N": plan.config.rows.anchors, "B": plan.spec.block_size,
-            "layers": plan.spec.layers, "H": plan.geometry.hidden_size, "V": plan.geometry.vocab_rows,
-            "chunk": plan.config.objective.chunk, "rows": plan.sequence.own_rows,
-            "optimizer": plan.config.optimizer.name,
-            "targets": [str(device) for device in topology.targets],
-            "drafters": [str(device) for device in topology.drafters],
-        },
+        "shape": shape_of(plan),
         "workers": shares,
         "peak_gib": {str(device): torch.cuda.max_memory_allocated(device) / GIB for device in cuda},
         **({} if cuda else {"process_gib": process_gib()}),
+    }
+
+
+def shape_of(plan: Plan) -> dict[str, Any]:
+    """What must be equal for results to compare; the row's documents are the caller's to add."""
+    return {
+        "S": plan.config.rows.length, "N": plan.config.rows.anchors, "B": plan.spec.block_size,
+        "layers": plan.spec.layers, "H": plan.geometry.hidden_size, "V": plan.geometry.vocab_rows,
+        "chunk": plan.config.objective.chunk, "rows": plan.sequence.own_rows,
+        "optimizer": plan.config.optimizer.name,
+        "targets": [str(device) for device in plan.topology.targets],
+        "drafters": [str(device) for device in plan.topology.drafters],
     }  # fmt: skip
 
 
-def row_arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, float]:
+def row_arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str, Any]:
     """What a row's features and draft step ask for against the matmul ceiling of all devices; updates do not count.
 
     Args:
@@ -104,7 +109,7 @@ def row_arithmetic(setting: Setting, plan: Plan, ms_per_row: float) -> dict[str,
     flops = target_flops(setting.geometry, layers, setting.length, setting.documents)
     flops += sum(draft_flops(setting, setting.batch()).values())
     ceiling = matmul_ceiling(setting.device, setting.dtype) * len(set(plan.topology.devices))
-    return arithmetic(flops, ms_per_row, ceiling)
+    return arithmetic([("all devices", flops, ceiling)], ms_per_row)
 
 
 def predicted(plan: Plan, costs: Costs, measured: float) -> dict[str, Any]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.bench.parts import draft_flops, make_replica
 from draftsmith.bench.random_target import random_target
 from draftsmith.bench.setting import Setting, result_of, start
-from draftsmith.bench.target import target_flops
+from draftsmith.bench.target import fp8_flops, target_flops
 from draftsmith.bench.timing import host_milliseconds, measure
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
@@ -31,29 +33,128 @@ from draftsmith.target.forward import run_layer
 from draftsmith.target.geometry import RECURRENT
 from draftsmith.training.update import make_updates
 
-# What reads the device's memory to the host: single values, and sizes that depend on data.
-READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+_ATEN = torch.ops.aten
+# What reads the device's memory to the host: single values, yes or no, and sizes that depend on data.
+READS = frozenset(
+    {
+        _ATEN._local_scalar_dense.default,
+        _ATEN.equal.default,
+        _ATEN.allclose.default,
+        _ATEN.nonzero.default,
+        _ATEN.masked_select.default,
+        _ATEN.bincount.default,
+        _ATEN._unique.default,
+        _ATEN._unique2.default,
+        _ATEN.unique_dim.default,
+        _ATEN.unique_consecutive.default,
+        _ATEN.unique_dim_consecutive.default,
+    }
+)
+# What does where an index is a mask: how many elements it names is what CUDA asks for first.
+_LOOKS_UP = frozenset({_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor})
+_PUTS = frozenset(
+    {
+        _ATEN.index_put.default,
+        _ATEN.index_put_.default,
+        _ATEN._index_put_impl_.default,
+        _ATEN._unsafe_index_put.default,
+    }
+)
+# Ways to the host's memory, which on a CPU are no operators: there is nothing to do.
+COPIES = frozenset({Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__repr__})
+
+
+class _Finds:
+    """What both of the following find, in order, but for reads of what is the host's own.
+
+    Args:
+        host: tensors that lie in the host's memory whatever the device.
+    """
+
+    def __init__(self, host: Sequence[Tensor]) -> None:
+        self.found: list[str] = []
+        self._host = {_memory(each) for each in host}
+
+    def note(self, name: str, read: Any) -> None:
+        if not (isinstance(read, Tensor) and _memory(read) in self._host):
+            self.found.append(f"{name} {_place(traceback.extract_stack())}")
 
 
 class _Reads(TorchDispatchMode):
-    """Collects where the host reads values, on devices that do not tell."""
+    """Notes operators that read values, on devices that do not tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, finds: _Finds) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self._finds = finds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in READS:
-            self.found.append(f"{function} {_place(traceback.extract_stack())}")
+        if _reads(function, args, kwargs or {}):
+            self._finds.note(str(function), args[0])
         return function(*args, **(kwargs or {}))
 
 
-def host_waits(work: Callable[[], object], device: torch.device) -> list[str]:
-    """Where `work` makes the host wait for the device; on CUDA the first such place, on the CPU where it would."""
+class _Copies(TorchFunctionMode):
+    """Notes methods that copy to the host's memory."""
+
+    def __init__(self, finds: _Finds) -> None:
+        super().__init__()
+        self._finds = finds
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _copies(function, args, kwargs or {}):
+            self._finds.note(f"Tensor.{function.__name__}", args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def _reads(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator would wait on CUDA for what it reads."""
+    if function == _ATEN.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if function in _LOOKS_UP:
+        return _masked(args[1])
+    if function in _PUTS:
+        # x[mask] = 0.5 is a fill on CUDA, which asks nothing. The number comes as a value of no dimensions.
+        return _masked(args[1]) and (args[2].dim() > 0 or any(args[3:4]))  # what is added is none
+    return function in READS
+
+
+def _masked(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _copies(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a method would wait on CUDA for what it copies."""
+    if function == Tensor.__format__:
+        return args[0].dim() > 0  # a number is read by an operator
+    if function == Tensor.to:
+        # A torch.device says nothing here: it may be the work's own.
+        place = kwargs.get("device", args[1] if len(args) > 1 else None)
+        return isinstance(place, str) and place.partition(":")[0] == "cpu"
+    return function in COPIES
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; views share it."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def host_waits(work: Callable[[], object], device: torch.device, *, host: Sequence[Tensor] = ()) -> list[str]:
+    """Where `work` makes the host wait for the device; on CUDA the first such place, on the CPU where it would.
+
+    On the CPU not everything can be seen: a tensor of the host cannot be told from one of the device, so copies between
+    them (`copy_`, `.to` a torch.device, out of memory that is not page-locked) pass, as does x[mask] = a tensor of no
+    dimensions, and every read counts.
+
+    Args:
+        work: done once.
+        device: of it.
+        host: tensors whose reading waits for nothing, because they lie in the host's memory on CUDA, too.
+    """
     if device.type != "cuda":
-        with _Reads() as reads:
+        finds = _Finds(host)
+        with _Copies(finds), _Reads(finds):
             work()
-        return reads.found
+        return finds.found
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
@@ -103,7 +204,7 @@ def bench_row(setting: Setting) -> dict[str, Any]:
         exchange.update(0, sums, 1.0)
 
     timing = measure(work, setting.device, runs=setting.runs)
-    waits = host_waits(work, setting.device)
+    waits = host_waits(work, setting.device, host=(row.tokens_S, row.document_S, row.positions_S))
     host = {"host_ms": host_milliseconds(work, setting.device)} if setting.device.type == "cuda" else {}
     gate.close()
     flops = target_flops(setting.geometry, max(taps) + 1, setting.length, setting.documents)
@@ -112,12 +213,15 @@ def bench_row(setting: Setting) -> dict[str, Any]:
         setting,
         timing,
         flops + sum(draft_flops(setting, cpu_batch).values()),
+        fp8_flops=fp8_flops(target, max(taps) + 1, setting.length),
         real_tokens_per_second=cpu_batch.real_tokens / (timing.median * 1e-3),
         taught=cpu_batch.taught,
         attention=setting.way,
         target_layers="compiled" if target_compiled else "eager",
         packing=target.packing,
         host_waits=waits,
-        shape={"precision": setting.precision, "packing": target.packing},
+        compile_drafter=setting.compile_drafter if setting.attention == "flex" else None,
+        autotune=setting.autotune if setting.attention == "flex" else None,
+        shape={"packing": target.packing},
         **host,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from draftsmith.bench.timing import Timing, matmul_ceiling
+from draftsmith.bench.timing import Timing, fp8_ceiling, matmul_ceiling
 from draftsmith.blocks import Document, DraftBatch, Row, make_draft_batch, pack_row
 from draftsmith.config import DrafterConfig
 from draftsmith.drafter import DrafterSpec, resolve_spec
@@ -127,21 +128,41 @@ def start(setting: Setting) -> None:
         torch.cuda.reset_peak_memory_stats(setting.device)
 
 
-def result_of(name: str, setting: Setting, timing: Timing, flops: float | None, **more: Any) -> dict[str, Any]:
+def shape_of(name: str, setting: Setting) -> dict[str, Any]:
+    """What of a result's shape follows from the setting; results compare where their shapes are equal.
+
+    Args:
+        name: of the benchmark; not the pipeline's, whose shape is its plan's.
+        setting: of it.
+    """
+    shape: dict[str, Any] = {
+        "S": setting.length, "N": setting.anchors, "B": setting.block_size, "layers": setting.layers,
+        "H": setting.geometry.hidden_size, "V": setting.geometry.vocab_rows, "chunk": setting.chunk,
+        "documents": setting.documents,
+    }  # fmt: skip
+    if name in ("target", "row"):
+        shape["precision"] = setting.precision
+        if setting.packing:  # else as the target will choose
+            shape["packing"] = setting.packing
+    elif name == "update":
+        shape |= {"optimizer": setting.optimizer, "rows": setting.rows}
+    return shape
+
+
+def result_of(
+    name: str, setting: Setting, timing: Timing, flops: float | None, *, fp8_flops: float = 0.0, **more: Any
+) -> dict[str, Any]:
     """One flat dictionary, the same for people, `--json` and `--against`.
 
     Args:
         name: of the benchmark.
         timing: of it.
         flops: of the arithmetic that has to be done; None where it is none.
-        more: what else there is to say. "shape" adds to the shape, which must be equal for results to compare.
+        fp8_flops: those of them that fp8 products do.
+        more: what else there is to say. "shape" adds to the shape what only showed in the run.
     """
     cuda = setting.device.type == "cuda"
-    shape = {
-        "S": setting.length, "N": setting.anchors, "B": setting.block_size, "layers": setting.layers,
-        "H": setting.geometry.hidden_size, "V": setting.geometry.vocab_rows, "chunk": setting.chunk,
-        "documents": setting.documents, **more.pop("shape", {}),
-    }  # fmt: skip
+    shape = shape_of(name, setting) | more.pop("shape", {})
     result: dict[str, Any] = {
         "bench": name,
         "geometry": setting.name,
@@ -156,20 +177,38 @@ def result_of(name: str, setting: Setting, timing: Timing, flops: float | None, 
     else:
         result["process_gib"] = process_gib()
     if flops is not None:
-        result |= arithmetic(flops, timing.median, matmul_ceiling(setting.device, setting.dtype))
+        dtype = str(setting.dtype).removeprefix("torch.")
+        parts = [(dtype, flops - fp8_flops, matmul_ceiling(setting.device, setting.dtype))]
+        if fp8_flops:
+            parts.insert(0, ("fp8", fp8_flops, fp8_ceiling(setting.device, setting.dtype)))
+        result |= arithmetic(parts, timing.median)
     return result | more
 
 
-def arithmetic(flops: float, milliseconds: float, ceiling: float) -> dict[str, float]:
-    """Work that took so long against what the matmul ceiling, in TFLOP/s, allows."""
-    rate = flops / (milliseconds * 1e-3) / 1e12
-    return {
+def arithmetic(parts: Sequence[tuple[str, float, float]], milliseconds: float) -> dict[str, Any]:
+    """Work that took so long against what the matmul ceilings of its products allow, one part behind the other.
+
+    Args:
+        parts: (dtype, FLOP, ceiling in TFLOP/s) of each kind of product.
+        milliseconds: what it took.
+
+    Returns:
+        "ceiling_tflop_per_second" is that of the mixture; of several parts "products" tells each one's.
+    """
+    flops = sum(each for _, each, _ in parts)
+    floor_ms = sum(each / ceiling for _, each, ceiling in parts) / 1e9
+    found: dict[str, Any] = {
         "tflop": flops / 1e12,
-        "tflop_per_second": rate,
-        "ceiling_tflop_per_second": ceiling,
-        "share_of_ceiling": rate / ceiling,
-        "floor_ms": flops / ceiling / 1e9,
+        "tflop_per_second": flops / (milliseconds * 1e-3) / 1e12,
+        "ceiling_tflop_per_second": flops / floor_ms / 1e9,
+        "share_of_ceiling": floor_ms / milliseconds,
+        "floor_ms": floor_ms,
     }
+    if len(parts) > 1:
+        found["products"] = {
+            dtype: {"tflop": each / 1e12, "ceiling_tflop_per_second": ceiling} for dtype, each, ceiling in parts
+        }
+    return found
 
 
 def process_gib() -> float:

@@ -13,7 +13,7 @@ from draftsmith.bench.timing import host_milliseconds, measure, seconds_of
 from draftsmith.compiled.gate import Gate
 from draftsmith.compiled.region import Region
 from draftsmith.target import fp8
-from draftsmith.target.forward import run_layer
+from draftsmith.target.forward import Target, run_layer
 from draftsmith.target.geometry import FULL, RECURRENT, TargetGeometry
 
 
@@ -61,6 +61,7 @@ def bench_target(setting: Setting) -> dict[str, Any]:
         setting,
         timing,
         target_flops(setting.geometry, max(taps) + 1, setting.length, setting.documents),
+        fp8_flops=fp8_flops(target, max(taps) + 1, setting.length),
         target_layers="compiled" if compiles else "eager",
         layers_run=max(taps) + 1,
         packing=target.packing,
@@ -70,9 +71,19 @@ def bench_target(setting: Setting) -> dict[str, Any]:
         cold_seconds=cold,
         feature_errors=error,
         real_tokens_per_second=setting.length / (timing.median * 1e-3),
-        shape={"precision": setting.precision, "packing": target.packing},
+        autotune=setting.autotune if compiles else None,
+        shape={"packing": target.packing},
         **peak,
     )
+
+
+def fp8_flops(target: Target, layers: int, length: int) -> float:
+    """FLOP of a row that the first `layers` layers do as fp8 products; 0 for a target that was not lowered.
+
+    Attention's scores and narrow linear layers stay as they are.
+    """
+    modules = (module for layer in target.layers[:layers] for module in layer.modules())
+    return float(sum(2 * length * each.weight.numel() for each in modules if isinstance(each, fp8.RowwiseLinear)))
 
 
 def target_flops(g: TargetGeometry, layers: int, length: int, documents: int) -> float:

@@ -1,4 +1,4 @@
-"""Timing a function on a device, and the device's matmul ceiling to hold the result against."""
+"""Timing a function on a device, and the device's ceilings to hold the result against."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from draftsmith.target.fp8 import RowwiseLinear, to_rows
 
 HOST_RUNS = 5
 
@@ -98,7 +100,37 @@ def copy_ceiling(device: torch.device) -> float:
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of a large square matrix product on random data: 8192³ on CUDA, 1024³ on CPU."""
-    size = 8192 if device.type == "cuda" else 1024
+    size = _ceiling_size(device)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    timing = measure(lambda: left @ right, device, warmups=3, runs=10 if device.type == "cuda" else 3)
+    return _ceiling(lambda: left @ right, size, device)
+
+
+def fp8_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of the same product as fp8 layers do it: float8_e4m3fn with a scale for each row of both, into `dtype`.
+
+    The scaled product alone: rounding the activations is what a layer adds to it.
+    """
+    size = _ceiling_size(device)
+    layer = RowwiseLinear(torch.randn(size, size, device=device), None)
+    values_MK, scale_M1 = to_rows(torch.randn(size, size, device=device))
+
+    def product() -> None:
+        torch._scaled_mm(
+            values_MK,
+            layer.weight.t(),
+            scale_a=scale_M1,
+            scale_b=layer.scale_1N,
+            out_dtype=dtype,
+            use_fast_accum=device.type == "cuda",
+        )
+
+    return _ceiling(product, size, device)
+
+
+def _ceiling_size(device: torch.device) -> int:
+    return 8192 if device.type == "cuda" else 1024
+
+
+def _ceiling(product: Callable[[], object], size: int, device: torch.device) -> float:
+    timing = measure(product, device, warmups=3, runs=10 if device.type == "cuda" else 3)
     return 2 * size**3 / (timing.median * 1e-3) / 1e12
