@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,12 @@ def test_both_names_of_the_command() -> None:
 def test_json_is_alone_on_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
+    @dataclass(frozen=True)
     class Plan:
+        notices: tuple[str, ...] = ("slow",)
+
         def lines(self) -> list[str]:
-            return ["20 steps", "memory 3 GiB"]
+            return ["20 steps", *self.notices]
 
         def to_json(self) -> dict[str, Any]:
             return {"steps": 20, "τ": None}
@@ -282,19 +286,22 @@ def test_json_is_alone_on_stdout(
 
     checked: list[Any] = []
     stand_in(monkeypatch, "draftsmith.pipeline.plan", make_plan=make_plan)
-    stand_in(monkeypatch, "draftsmith.pipeline.starting", check_start=checked.append)
+    functions = {"check_start": checked.append, "notes_on_folder": lambda _run: ["holds this run"]}
+    stand_in(monkeypatch, "draftsmith.pipeline.starting", **functions)
     assert cli.main(["train", config, "--plan", "--json"]) == 0
     assert len(checked) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"steps": 20, "τ": None}
-    assert err == "a library talks\n20 steps\nmemory 3 GiB\n"
+    assert err == "a library talks\n20 steps\nslow\nholds this run\n"
     assert cli.main(["train", config, "--plan"]) == 0
-    assert capsys.readouterr().out == "a library talks\n20 steps\nmemory 3 GiB\n"
+    assert capsys.readouterr().out == "a library talks\n20 steps\nslow\nholds this run\n"
 
 
 def training_result(**changes: Any) -> types.SimpleNamespace:
     fields = {"reason": "all steps done", "step": 20, "loss": 1.5, "tau_proxy": 2.25, "checkpoint": Path("runs/a/20")}
-    result = types.SimpleNamespace(**{**fields, "steps": 20, "losses": [1.5], "succeeded": True, "rank": 0, **changes})
+    result = types.SimpleNamespace(
+        **{**fields, "steps": 20, "losses": [1.5, 1.5], "succeeded": True, "rank": 0, **changes}
+    )
     result.to_json = lambda: {"step": result.step}
     return result
 
@@ -335,6 +342,44 @@ def test_an_overfit_run_that_was_stopped_has_no_verdict(
     out = capsys.readouterr().out
     assert out.endswith("no verdict: stopped at step 19 of 500\n")
     assert "NO" not in out
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([46.7, 30.0, 18.6], "not in 3 updates (loss 46.700 → 18.600): raise training.steps, on the command line"),
+        ([46.7], "not in 1 update (loss 46.700 → 46.700): raise training.steps, on the command line"),
+        ([5.0 * 0.99**n for n in range(100)], "not in 100 updates (loss 5.000 → 1.849): raise training.steps"),
+        ([9.0, float("nan"), 5.0, 4.0, 4.0, 4.0, 4.0, 3.99], "NO: one row was not learned (loss 9.000 → 3.990); data"),
+        ([5.0, 5.0, 6.0], "NO: one row was not learned (loss 5.000 → 6.000); data, labels or gradients do not fit"),
+        ([float("nan")], "NO: one row was not learned (no loss that is a number)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_overfit_run_whose_loss_falls_still_is_no_no(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str, losses: list[float], said: str
+) -> None:
+    ended = training_result(succeeded=False, losses=losses, step=len(losses), steps=len(losses))
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=lambda *_, **__: ended)
+    assert cli.main(["train", config, "--overfit"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
+
+
+def test_overfit_takes_its_number_of_updates_from_the_command_line_alone(
+    monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    asked: list[int | None] = []
+
+    def train(run: Any, **_: Any) -> types.SimpleNamespace:
+        asked.append(run.training.steps)
+        return training_result()
+
+    stand_in(monkeypatch, "draftsmith.pipeline.run", train=train)
+    Path(config).write_text(CONFIG + "training: {steps: 3}\n")
+    for arguments in ([], ["training.steps=7"], ["training={steps: 8}"]):
+        assert cli.main(["train", config, "--overfit", *arguments]) == 0
+    assert cli.main(["train", config]) == 0
+    assert asked == [None, 7, 8, 3]
 
 
 def test_an_overfit_run_is_not_resumed(capsys: pytest.CaptureFixture[str], config: str) -> None:

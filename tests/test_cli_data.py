@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import logging
+import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from draftsmith.config import TargetConfig, load_config
 from draftsmith.data.conversations import read_conversations
 from draftsmith.decode import answers
 from draftsmith.decode.answers import AnswerOptions, invent_prompts, write_answers
+from draftsmith.decode.generate import Answer
 from draftsmith.decode.prompts import Prompt, bare_user_turn, encode_prompts, read_prompts, without
 from draftsmith.decode.speculative import GreedyProposer, decode
 from draftsmith.errors import UserError
+from draftsmith.objective import decay_weights
 from draftsmith.target.forward import Target
 from draftsmith.target.load import load_target, load_tokenizer
 
@@ -75,6 +80,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert asked[0].messages == [*messages, more[0]]  # the target writes the last answer itself
     assert asked[1].as_messages() == [{"role": "user", "content": "p"}]
     assert without([*plain, *asked], [Prompt("", messages=[{"role": "user", "content": "p"}])]) == [*plain, asked[0]]
+    with pytest.raises(UserError, match="--exclude: leaves out all 2 prompts"):
+        without(plain, plain)
 
 
 def test_answers_are_the_targets_own(target: Target, prompts: list[Prompt], tmp_path: Path) -> None:
@@ -244,11 +251,111 @@ def test_prompts_are_invented_from_the_bare_user_turn(target: Target, tmp_path: 
     usable = {record["prompt"] for record in lines.values() if record["finish_reason"] == "stop"} - {""}
     assert len(invented) == len(usable) > 5  # different random numbers for every one
     assert {prompt.text for prompt in invented} == usable
-    text = f"{40 - len(usable)} of 40 invented prompts are empty, cut at the length limit, or repeated: left out"
+    cut = sum(record["finish_reason"] == "length" for record in lines.values())
+    empty = sum(record["finish_reason"] == "stop" and not record["prompt"] for record in lines.values())
+    counts = ((cut, "cut at 256 tokens"), (empty, "empty"), (40 - len(usable) - cut - empty, "repeated"))
+    reasons = ", ".join(f"{number} {what}" for number, what in counts if number)
+    text = f"{40 - len(usable)} of 40 invented prompts are left out: {reasons}"
     assert (notices[-1].get("text") == text) == (len(usable) < 40)
     assert invent_prompts(target, 40, output, seed=1, temperature=2.0) == invented
     with pytest.raises(UserError, match="holds other work"):
         invent_prompts(target, 40, output, seed=2, temperature=2.0)
+
+
+def test_why_no_invented_prompt_is_usable_is_counted_and_nothing_is_kept(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, stop = tmp_path / "out.jsonl", bare_user_turn(target.tokenizer).stop_id
+    assert stop is not None
+    said = {0: ([5] * 4, "length"), 1: ([stop], "stop"), 2: ([5] * 4, "length")}
+
+    def scripted(_target: Any, _prompts: Any, *, indices: Any, **_options: Any) -> Any:
+        return (Answer(index, *said[index]) for index in indices)
+
+    monkeypatch.setattr(answers, "generate", scripted)
+    none = r"none of 3 invented prompts is usable: 2 cut at 4 tokens, 1 empty \(raise --max-new-tokens, .* 256 at most"
+    with pytest.raises(UserError, match=none):
+        invent_prompts(target, 3, output, max_new_tokens=4)
+    none = r"usable: 2 cut at 256 tokens, 1 empty \(give --prompts\)"  # no other limit would help
+    with pytest.raises(UserError, match=none):
+        invent_prompts(target, 3, output, max_new_tokens=256)
+    said |= {0: ([5, 6, stop], "stop"), 2: ([5, 6, stop], "stop")}
+    notices: list[dict[str, Any]] = []
+    (prompt,) = invent_prompts(target, 3, output, max_new_tokens=8, listener=notices.append)
+    assert prompt.source == f"{output}.prompts.jsonl:0"
+    assert notices[-1]["text"] == "2 of 3 invented prompts are left out: 1 empty, 1 repeated"
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"temperature": -1.0}])
+def test_sampling_that_cannot_be_is_refused_before_a_file_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="sampling: "):
+        AnswerOptions(**wrong)
+
+
+@pytest.mark.parametrize("top_p", ["0", "-0.5", "1.5", "nan"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval d --target t --prompts p --temperature 1",
+        "chat d --target t --temperature 1",
+        "data generate o --target t --invent 3",
+        "data regenerate o p --target t",
+        "data regenerate o p --server http://s",
+    ],
+)
+def test_a_top_p_that_cannot_be_sampled_with(capsys: pytest.CaptureFixture[str], command: str, top_p: str) -> None:
+    assert cli.main([*command.split(), "--top-p", top_p]) == 2
+    assert f"Invalid value for '--top-p': {top_p} is not above 0 and at most 1." in capsys.readouterr().err
+
+
+def test_a_refused_start_does_not_block_the_corrected_one(
+    target: Target, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> Any:
+        raise UserError("too little memory", where="decoding")
+
+    monkeypatch.setattr(answers, "generate", refuses)
+    with pytest.raises(UserError, match="too little memory"):
+        write_answers(target, prompts, tmp_path / "out.jsonl", GREEDY)
+    monkeypatch.undo()
+    assert write_answers(target, prompts[:5], tmp_path / "out.jsonl", SAMPLED).written == 5
+
+
+def test_data_generate_says_what_leaves_no_prompt(
+    tiny_target: Path, prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = str(tmp_path / "prompts.jsonl")
+    arguments = ["data", "generate", str(tmp_path / "o.jsonl"), "--target", str(tiny_target), "--device", "cpu"]
+    assert cli.main([*arguments, "--prompts", asked, "--exclude", asked]) == 2
+    assert "draftsmith: --exclude: leaves out all 6 prompts" in capsys.readouterr().err
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+@pytest.mark.parametrize("target", ["demo", "{tmp}"])
+def test_a_gguf_file_that_is_not_there_is_named_by_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    (tmp_path / "p.txt").write_text("the fox\n")
+    arguments = ["data", "generate", str(tmp_path / "o.jsonl"), "--target", target.format(tmp=tmp_path)]
+    arguments += ["--prompts", str(tmp_path / "p.txt"), "--device", "cpu", "--gguf-file", "x.gguf"]
+    assert cli.main(arguments) == 2
+    assert "holds no x.gguf (check --gguf-file)" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_positions_is_left_to_the_decoder_to_name(
+    tiny_target: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would warn of indexing errors that never come."""
+    tokenizer = load_tokenizer(TargetConfig(path=str(tiny_target)))
+    tokenizer.model_max_length = 8
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    (ids,) = encode_prompts([Prompt("p:1", text="the quick fox " * 20)], tokenizer)
+    tokenizer.chat_template = None
+    encode_prompts([Prompt("p:1", text="the quick fox " * 20)], tokenizer)
+    assert len(ids) > 8
+    assert caplog.records == []
+    tokenizer("the quick fox " * 20)
+    assert "indexing errors" in caplog.text  # else the test would see nothing, whatever is said
 
 
 def test_data_generate(
@@ -275,7 +382,13 @@ def test_init_writes_what_train_takes(
     assert run.target.path == str(tiny_target)
     assert (run.drafter.layers, run.drafter.taps) == (1, (1, 2, 3))
     assert run.drafter.mask_token_id == load_tokenizer(run.target).mask_token_id
-    assert run.objective.gamma == 7
+    assert (
+        "  gamma: null                 # decay of the slot weights; null: by rule, 7 for B=16\n" in config.read_text()
+    )
+    for override, gamma in (("drafter.block_size=4", 1.8), ("objective.gamma=3", 3), ("drafter.block_size=16", 7)):
+        given = load_config(config, [override])
+        weights = decay_weights(given.drafter.block_size, given.objective.gamma)
+        assert weights[2] == pytest.approx(math.exp(-1 / gamma))
     assert (run.rows.length, run.rows.anchors) == (512, 80)
     text = config.read_text()
     assert "# tokenizer.mask_token; does not occur in the data looked at" in text
@@ -304,6 +417,19 @@ def test_init_reads_what_train_reads(
     config = tmp_path / "tiny.yaml"
     assert cli.main(["init", str(tiny_target), str(folder), "--output", str(config)]) == 0
     assert load_config(config).data.train == (str(folder),)
+
+
+def test_init_counts_the_rows_of_an_epoch_once(
+    tiny_target: Path, tiny_chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last row is one too, though it is not full."""
+    config = tmp_path / "tiny.yaml"
+    assert cli.main(["init", str(tiny_target), str(tiny_chats), "--output", str(config)]) == 0
+    text = config.read_text()
+    (rows,) = re.findall(r"an epoch of this little data has about (\d+) rows", text)
+    (tokens,) = re.findall(r"# Data: ([\d,]+) tokens", text)
+    assert int(rows) == -(-int(tokens.replace(",", "")) // 512)
+    assert f"# about {6 * int(rows)} updates" in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -136,6 +137,20 @@ def test_features_are_written_after_a_yes(
     assert folder.exists() == (code == 0)
 
 
+def test_features_say_how_to_write_where_nobody_answers(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    command = ["data", "features", str(config), str(tmp_path / "features"), "--device", "cpu"]
+    assert cli.main(command) == 1
+    assert capsys.readouterr().out.strip() == "nothing written (--yes writes without asking)"
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    code, found, _ = run_json(capsys, *command)
+    assert (code, found["written"]) == (1, 0)
+    assert found["documents"] > 100
+    assert not (tmp_path / "features").exists()
+
+
 def test_features_that_do_not_fit_are_refused_also_where_some_are_there(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +266,7 @@ def test_check_says_no_to_what_the_target_would_never_say(config: Path, capsys: 
 
 BAD: dict[str, tuple[list[list[str]], list[str], str]] = {
     "nothing taught": ([["only a question"]], [], "no usable conversation (refused: 1 × no assistant turn"),
-    "a file that is not there": ([], ["data.train=none.jsonl"], "none.jsonl: no such data file"),
+    "an empty file": ([], [], "is empty: no conversation in it"),
     "all too long": (
         [["the quick", "fox " * 200]] * 3,
         ["data.too_long=skip"],
@@ -276,6 +291,63 @@ def test_check_says_no_with_the_reason(
     assert (code, found["ok"]) == (1, False)
     assert reason in " ".join(found["failures"])
     assert "NO: " in err
+
+
+def test_check_says_no_to_files_that_are_broken(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content, reason in (
+        ("lines.jsonl", b"no\nJSON\n", "not valid JSON"),
+        ("array.json", b'[{"text": "a"}, {', "in element 2 of the array"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a b c"}\n' * 99)[:-9], "cannot be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        code, found, _ = run_json(capsys, "data", "check", str(config), f"data.train={tmp_path / name}", "--no-score")
+        assert (code, found["ok"]) == (1, False)
+        assert reason in found["failures"][0]
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no training file": (["data.train=none.jsonl"], "none.jsonl: no such data file"),
+    "no held-out file": (["data.held_out=none.jsonl"], "none.jsonl: no such data file"),
+    "a pattern of nothing": (["data.train=*.nothing"], "*.nothing: no such data file"),
+    "no dataset": (["data.train=smiths/none"], "smiths/none: no such file here"),
+    "a folder without data": (["data.train={tmp}/empty"], "is a directory without data files"),
+    "a split of a file": (["data.train=[{{path: {chats}, split: train}}]"], "a file has no splits"),
+    "no template": (["data.chat_template=none.jinja"], "none.jinja: no such chat template (check data.chat_template)"),
+    "a template that is none": (["data.chat_template={tmp}/bad.jinja"], "not a valid Jinja template"),
+    "a template option of ours": (["data.template_options={{tokenize: true}}"], "cannot be a template option"),
+    "weights that leave nothing": (["data.train=[{{path: {tmp}/one.jsonl, weight: 1.0e-9}}]"], "the weights leave no"),
+    "rows beyond all positions": (["rows.length=1000000"], "positions of the target"),
+    "a mask token beyond all": (["drafter.mask_token_id=99999"], "is outside the target's"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_answers_about_data_only_what_is_wrong_before_is_an_error(
+    config: Path, tiny_chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch, name: str
+) -> None:
+    overrides, message = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    write_chats(tmp_path / "one.jsonl", [["the", "quick brown fox"], ["the", "lazy brown dog"]])
+    overrides = [each.format(tmp=tmp_path, chats=tiny_chats) for each in overrides]
+    assert cli.main(["data", "check", str(config), *overrides, "--no-score"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]
+    assert cli.main(["train", str(config), *overrides, "--plan"]) == 2  # the same to both
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [["check"], ["features", "out"]])
+def test_a_device_that_is_not_there_is_told_before_the_data_are_read(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr("draftsmith.data.tables.TableCache.table", lambda *_: pytest.fail("reads"))
+    assert cli.main(["data", command[0], str(config), *command[1:], "--device", "cuda:99"]) == 2
+    assert "--device: 'cuda:99' does not exist" in capsys.readouterr().err
 
 
 def test_check_says_no_to_another_targets_tokenizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def test_standard_input_is_a_dash_although_yaml_reads_a_list_of_nothing(tmp_path
     listed = write(tmp_path, "target: {path: demo}\ndata:\n  train:\n    - -\n    - {path: -, weight: 2}\n")
     plain, weighted = load_config(listed).data.train
     assert (plain, getattr(weighted, "path", None)) == ("-", "-")
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "*", "**/a?.jsonl.gz", "*.jsonl: x"])
+def test_a_pattern_of_files_is_text_although_a_star_begins_something_else_in_yaml(tmp_path: Path, pattern: str) -> None:
+    file = write(tmp_path, TEXT)
+    for value in (pattern, f" {pattern} ", json.dumps(pattern), json.dumps([pattern])):
+        assert load_config(file, [f"data.train={value}"]).data.train == (pattern,)
+    with pytest.raises(UserError, match=r"""not valid YAML: '\[\*\]' \(.* needs quotes inside: 'data\.train="…"'\)"""):
+        load_config(file, ["data.train=[*]"])
+    assert load_config(file, ["data.train=[&a x.jsonl, *a]"]).data.train == ("x.jsonl", "x.jsonl")
     nothing = write(tmp_path, "target: {path: demo}\ndata:\n  train:\n    -\n")
     with pytest.raises(UserError, match=r"data\.train"):
         load_config(nothing)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,10 +60,12 @@ from draftsmith.cli_options import (
 )
 from draftsmith.cli_run import report, status, watch
 from draftsmith.errors import UserError
+from draftsmith.observe.live import short_loss
 
 if TYPE_CHECKING:
     from draftsmith.pipeline.run import TrainResult
 
+STILL_FALLING = 0.95  # of the quarter of the updates before the last one, in the mean of losses
 TELLING_SECONDS = 3.0  # that rank 0 needs to collect what is wrong in all ranks, and to say it
 # What a machine answers where a place that somebody named cannot be used; a file that is missing is not among them.
 _REFUSED = {
@@ -212,7 +217,9 @@ def train(
     plan: Annotated[bool, typer.Option("--plan", help="Say what would run on which device, and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in training.output.")] = False,
     max_minutes: Annotated[float | None, typer.Option(min=0.0, help="Save and stop after so many minutes.")] = None,
-    overfit: Annotated[bool, typer.Option("--overfit", help="Train on one row until its loss is near zero.")] = False,
+    overfit: Annotated[
+        bool, typer.Option("--overfit", help="Train on one row until its loss is near zero, into OUTPUT-overfit.")
+    ] = False,
     json_: Json = False,
 ) -> int:
     """Train a drafter."""
@@ -226,8 +233,10 @@ def train(
         refuse_given(ctx, ("resume", "overfit", "max_minutes"), "--plan only plans")
     if overfit:
         refuse_given(ctx, ("resume",), "--overfit begins anew each time, in a folder of its own")
+    # A check has a limit of its own for updates, unless the command line gives it one: the config's is the run's.
+    own_limit = ["training.steps=null"] if overfit else []
     try:
-        run = load_config(config, overrides)
+        run = load_config(config, [*own_limit, *(overrides or ())])
     except UserError as error:
         error.told = _another_finds_it()
         raise
@@ -236,12 +245,14 @@ def train(
         if plan:
             from draftsmith.pipeline.plan import make_plan
             from draftsmith.pipeline.seat import Seat
-            from draftsmith.pipeline.starting import check_start
+            from draftsmith.pipeline.starting import check_start, notes_on_folder
 
             seat = Seat.read()
             if seat.rank == 0:
+                notes = notes_on_folder(run)
                 made = make_plan(run, ranks=seat.world)
                 check_start(made)
+                made = replace(made, notices=(*made.notices, *notes))
                 report(made.lines(), made.to_json())
             return 0
         from draftsmith.observe.live import LiveLine
@@ -425,15 +436,30 @@ def version(json_: Json = False) -> int:
 
 def _training_lines(result: TrainResult) -> list[str]:
     """How a run ended and where its drafter lies."""
-    figures = f"loss {result.loss:.3f}, τ proxy {result.tau_proxy:.2f}" if result.losses else "no update was made"
+    figures = "no update was made"
+    if result.losses:
+        figures = f"loss {short_loss(result.loss)}, τ proxy {result.tau_proxy:.2f}"
     lines = [f"{result.reason} at step {result.step}: {figures}"]
     if result.checkpoint is not None:
         lines.append(f"drafter in {result.checkpoint}")
     if not result.succeeded and result.step < result.steps:
         lines.append(f"no verdict: stopped at step {result.step} of {result.steps}")
     elif not result.succeeded:
-        lines.append("NO: one row was not learned; data, labels or gradients do not fit together")
+        lines.append(_why_not_learned(result.losses))
     return lines
+
+
+def _why_not_learned(losses: list[float]) -> str:
+    """Of one row that was learned in all updates there were: whether more of them may do it."""
+    known = [loss for loss in losses if math.isfinite(loss)]
+    fell = f"loss {short_loss(known[0])} → {short_loss(known[-1])}" if known else "no loss that is a number"
+    part = max(1, len(known) // 4)
+    late, before = known[-part:], known[-2 * part : -part]
+    # One row and the same anchors at each update: there is nothing to learn from that would make the loss stray.
+    if known and (not before or fmean(late) < STILL_FALLING * fmean(before)):
+        updates = f"{len(losses)} update{'s' * (len(losses) != 1)}"
+        return f"not in {updates} ({fell}): raise training.steps, on the command line"
+    return f"NO: one row was not learned ({fell}); data, labels or gradients do not fit together"
 
 
 def _usage_error() -> type[Exception]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from draftsmith.cli_options import Json, Overrides, refuse_existing, say, tell
+from draftsmith.cli_options import Json, Overrides, ask, refuse_existing, say, tell
 from draftsmith.errors import UserError, need_file
 
 compile_app = typer.Typer(help="Compile ahead, prove what runs, look after the caches.", rich_markup_mode=None)
@@ -76,14 +75,10 @@ def prove(config: Config, overrides: Overrides = None, json_: Json = False) -> i
 @compile_app.command()
 def gate(json_: Json = False) -> int:
     """Measure what the gate adds to an ordinary compiled call."""
-    from draftsmith.compiled.bench import measure
+    from draftsmith.compiled.bench import lines_of, measure
 
     found = measure()
-    lines = [
-        f"a compiled call alone     {found['compiled']:6.2f} µs",
-        f"through a region, before the seal  +{found['unsealed']:.2f} µs, after it  +{found['sealed']:.2f} µs",
-    ]
-    tell(lines, {f"{name}_us": value for name, value in found.items()}, json_)
+    tell(lines_of(found), {f"{name}_us": value for name, value in found.items()}, json_)
     return 0
 
 
@@ -204,7 +199,8 @@ def clear(
         say(f"{path}: {size / MIB:.1f} MiB")
     total = sum(size for _, size in caches)
     these = "this cache" if len(caches) == 1 else f"these {len(caches)} caches"
-    refusal = "" if yes else _asked(f"delete {these} ({total / MIB:.1f} MiB)?")
+    question = f"delete {these} ({total / MIB:.1f} MiB)?"
+    refusal = "" if yes else ask(question, "nothing deleted", "deletes without asking")
     if refusal:
         tell([refusal], {"freed": 0, "left_alone": others}, json_)
         return 1
@@ -213,17 +209,6 @@ def clear(
     count = "1 cache" if len(caches) == 1 else f"{len(caches)} caches"
     tell([f"deleted {count}, {freed / MIB:.1f} MiB"], {"freed": freed, "left_alone": others}, json_)
     return 0
-
-
-def _asked(question: str) -> str:
-    """Ask whether to delete; "" for yes, else why nothing is deleted."""
-    try:
-        return "" if typer.confirm(question, err=True) else "nothing deleted"
-    except typer.Abort as abort:
-        if not isinstance(abort.__context__, EOFError):  # Ctrl-C
-            raise
-        print(file=sys.stderr)  # the question's line is still open
-        return "nothing deleted (--yes deletes without asking)"
 
 
 def doctor(

@@ -17,9 +17,11 @@ from draftsmith.cli_options import (
     Temperature,
     TopK,
     TopP,
+    ask,
     refuse_existing,
     refuse_given,
     say,
+    target_config,
     tell,
 )
 from draftsmith.errors import UserError, need_file, reason_of
@@ -114,7 +116,7 @@ def check(
     from draftsmith.observe.live import LiveLine
     from draftsmith.pipeline.data_commands import check_data
 
-    load = (lambda: _load(run.target, device)) if score else None
+    load = _loader(run.target, device) if score else None
     with LiveLine() as live:
 
         def progress(what: str, done: int) -> None:
@@ -174,6 +176,8 @@ def regenerate(
     else:
         idle = ("extra", "model", "concurrency", "attempts", "timeout", "api_key_env")
         refuse_given(ctx, idle, "no server is asked")
+    if chat_template is not None:
+        need_file(chat_template, "chat template", "check --chat-template")
     options, more = _json_object("--template-options", template_options), _json_object("--extra", extra)
     from draftsmith.data.corpus import read_template
     from draftsmith.decode.regenerate import Sampling, regenerate_from_server, regenerate_from_target
@@ -195,14 +199,14 @@ def regenerate(
             )
             done = regenerate_from_server(data, output, chat, sampling, limit=limit, listener=live)
         else:
-            from draftsmith.config import TargetConfig
             from draftsmith.data.places import find_files
             from draftsmith.decode.answers import identity_of
 
             assert target is not None
+            load = _loader(target_config(target), device)
             for file in find_files(data):  # before the target, whose loading may take minutes
                 need_file(file.path, "data file")
-            frozen = _load(TargetConfig(path=target), device)  # type: ignore[call-arg]
+            frozen = load()
             identity = {"path": target, **identity_of(frozen)}
             done = regenerate_from_target(
                 data,
@@ -241,27 +245,30 @@ def features(
     from draftsmith.pipeline.plan import check_length
     from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.geometry import read_geometry
-    from draftsmith.target.load import load_tokenizer, read_stop_ids
+    from draftsmith.target.load import load_target, load_tokenizer, read_stop_ids
 
+    place = place_and_dtype(device, run.target.dtype)
     geometry, tokenizer = read_geometry(run.target), load_tokenizer(run.target)
     check_length(run.rows.length, geometry)
     length, seed, block_size = run.rows.length, run.training.seed, run.drafter.block_size
     stops = read_stop_ids(run.target, tokenizer)
     corpus = prepare_corpus(run.data, tokenizer, length=length, seed=seed, block_size=block_size, stop_ids=stops)
     wanted = wanted_by(run, geometry, dtype)
-    told = predict(corpus, wanted, geometry, output, place_and_dtype(device, run.target.dtype)[1])
+    told = predict(corpus, wanted, geometry, output, place[1])
     say(told.line())
     if told.missing > told.free:
         raise UserError("not enough room on this disk", where=str(output), fix="use another, or --dtype fp8")
-    if not yes and not typer.confirm("Write them?", err=True):
+    content = {"documents": told.documents, "tokens": told.tokens, "bytes": told.bytes}
+    refusal = "" if yes else ask("Write them?", "nothing written", "writes without asking")
+    if refusal:
+        tell([refusal], {"written": 0, **content}, json_)
         return 1
     with LiveLine() as live:
-        target = _load(run.target, device)
+        target = load_target(run.target, *place)
         facts = describe_run(run, geometry, tokenizer)
         written = write_features(target, corpus, wanted, facts, output, listener=live)
     lines = [f"{written:,} documents written, {told.documents:,} there", f"train with target.features={output}"]
-    content = {"written": written, "documents": told.documents, "tokens": told.tokens, "bytes": told.bytes}
-    tell(lines, content, json_)
+    tell(lines, {"written": written, **content}, json_)
     return 0
 
 
@@ -315,8 +322,10 @@ def _write_new(path: Path, text: str) -> None:
         raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
-def _load(config: TargetConfig, device: str) -> Target:
+def _loader(config: TargetConfig, device: str) -> Callable[[], Target]:
+    """Loads a target when it is called; whether the device is there is found out now."""
     from draftsmith.pipeline.topology import place_and_dtype
     from draftsmith.target.load import load_target
 
-    return load_target(config, *place_and_dtype(device, config.dtype))
+    place = place_and_dtype(device, config.dtype)
+    return lambda: load_target(config, *place)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,9 +26,11 @@ from draftsmith.cli_options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    put,
     refuse_given,
     target_config,
     tell,
+    telling,
 )
 from draftsmith.errors import UserError
 
@@ -62,7 +65,10 @@ def export(
     licence: Annotated[str, typer.Option(help="Licence of the weights, for the model card.")] = "",
     target_licence: Annotated[str, typer.Option(help="Licence of the target, for the model card.")] = "",
     data_licence: Annotated[str, typer.Option(help="Licence of the data, for the model card.")] = "",
-    push: Annotated[str | None, typer.Option(help="Upload into this hub repository (owner/name) as well.")] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(help="Upload into this hub repository (owner/name) as well, also what OUT holds already."),
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="A repository that --push makes is private.")] = False,
     engine: Annotated[
         list[str] | None, typer.Option(help="Of check: zlab, sglang, vllm, speculators; repeatable. By layout if none.")
@@ -77,10 +83,16 @@ def export(
     refuse_given(ctx, ["engine"], "only export check asks about engines")
     if push is None:
         refuse_given(ctx, ["private"], "without --push no repository is made")
-    from draftsmith.export.card import Licences, check_evaluation, find_run, model_card, read_evaluation
+    from draftsmith.export.card import (
+        Licences,
+        check_evaluation,
+        check_run,
+        find_run,
+        model_card,
+        read_evaluation,
+    )
     from draftsmith.export.convert import convert_drafter
     from draftsmith.export.hub import fetch
-    from draftsmith.export.hub import push as upload
 
     source = fetch(drafter)
     measured = [_task_and_file(entry) for entry in evaluation or []]
@@ -95,6 +107,7 @@ def export(
     def card(result: Converted) -> str:
         for (task, figures), (_, path) in zip(evaluations, measured, strict=True):
             notes.extend(check_evaluation(figures, result, verifier or target, f"--evaluation {task}={path}"))
+        notes.extend(check_run(run, verifier or target))
         licences = Licences(licence, target_licence, data_licence)
         name = verifier or target
         return model_card(result, target=name, run=run, evaluations=evaluations, licences=licences)
@@ -107,14 +120,32 @@ def export(
         target_layers=None if facts is None else facts[0],
         dtype=_dtype(dtype),
         card=card,
+        again=push is not None,
     )
     lines, content = [*result.lines(), *(f"note: {note}" for note in notes)], result.to_json()
     content["notices"] += notes
-    if push is not None:
-        content["pushed"] = upload(output, push, private=private)
-        lines.append(f"pushed: {content['pushed']}")
-    tell(lines, content, json_)
+    with telling(json_) as report:
+        if push is not None:
+            put("\n".join(lines), sys.stdout)  # whatever becomes of the upload, this is there
+            content["pushed"] = _pushed(output, push, private)
+            lines = [f"pushed: {content['pushed']}"]
+        report(lines, content)
     return 0
+
+
+def _pushed(folder: Path, repository: str, private: bool) -> str:
+    """The commit's address.
+
+    Raises:
+        UserError: as `push`, and says that the export itself is there.
+    """
+    from draftsmith.export.hub import push
+
+    try:
+        return push(folder, repository, private=private)
+    except UserError as error:
+        what = f"{error.what}; {folder} is written"
+        raise UserError(what, where=error.where, fix=f"{error.fix}, and give the same command again") from error
 
 
 def _check(folder: Path, target: str | None, gguf_file: str | None, engines: tuple[str, ...], json_: bool) -> int:

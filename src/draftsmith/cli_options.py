@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from draftsmith.errors import UserError, at_home, need_file, reason_of
+from draftsmith.errors import UserError, at_home, need_file, reason_of, what_is_at
 
 if TYPE_CHECKING:
     from draftsmith.config import TargetConfig
@@ -25,10 +25,17 @@ LOWEST_TEMPERATURE = 1e-5  # as in `decode.sampling`, which imports torch
 
 
 def refuse_temperature(temperature: float) -> float:
-    """Callback of options: refuses what `decode.sampling.check_temperature` refuses, before torch is imported."""
+    """Callback of options: refuses what `decode.sampling.check_sampling` refuses, before torch is imported."""
     if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < math.inf:
         raise typer.BadParameter(f"{temperature:g} is neither 0 nor a finite number from {LOWEST_TEMPERATURE:g} up.")
     return temperature
+
+
+def refuse_top_p(top_p: float) -> float:
+    """Callback of options: refuses what `decode.sampling.check_sampling` refuses, before torch is imported."""
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p:g} is not above 0 and at most 1.")
+    return top_p
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")]
@@ -41,13 +48,16 @@ GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, i
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
 PROMPTS_HELP = "JSON lines of prompts or messages, or plain lines."
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length limit of an answer.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer, or of a prompt that is invented.")]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, callback=refuse_temperature, help="0: always the likeliest token.")
 ]
 TopK = Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that hold this share.")]
+TopP = Annotated[
+    float,
+    typer.Option(callback=refuse_top_p, help="Sample from the likeliest tokens that hold this share, above 0 up to 1."),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 Compile = Annotated[RoundsName, typer.Option(help="Rounds in CUDA graphs; auto: on CUDA, if the target lets itself.")]
 
@@ -134,6 +144,23 @@ def refuse_existing(path: Path | None) -> None:
         raise UserError("exists already", where=str(path), fix="name another file, or remove it")
 
 
+def ask(question: str, refusal: str, with_yes: str) -> str:
+    """Asks before something is done; "" for yes, else why it is not.
+
+    Args:
+        question: for people, on stderr.
+        refusal: what an answer that is no yes means ("nothing deleted").
+        with_yes: what --yes does, for whom nobody answers ("deletes without asking").
+    """
+    try:
+        return "" if typer.confirm(question, err=True) else refusal
+    except typer.Abort as abort:
+        if not isinstance(abort.__context__, EOFError):  # Ctrl-C
+            raise
+        print(file=sys.stderr)  # the question's line is still open
+        return f"{refusal} (--yes {with_yes})"
+
+
 def given(ctx: typer.Context, names: Iterable[str]) -> dict[str, str]:
     """Those of the parameters that the command line names, also with their default value: name → as people type it."""
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
@@ -156,7 +183,7 @@ def target_config(
     """The target that these options name.
 
     Raises:
-        UserError: an empty path, or one that begins with the home of nobody.
+        UserError: an empty path, one that begins with the home of nobody, or a local folder without that file.
     """
     from draftsmith.config import TargetConfig
 
@@ -164,7 +191,16 @@ def target_config(
         path = at_home(path)
     except UserError as error:
         raise UserError(str(error), where="--target") from None
-    return TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = TargetConfig(path=path, gguf_file=gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
+    if gguf_file is not None and (path == "demo" or what_is_at(path)):
+        from draftsmith.target.source import locate
+
+        try:
+            locate(config)
+        except UserError as error:  # names the key of a config, and here is none
+            fix = error.fix.replace("target.gguf_file", "--gguf-file")
+            raise UserError(error.what, where=error.where, fix=fix) from None
+    return config
 
 
 def refuse_given(ctx: typer.Context, names: Iterable[str], why: str) -> None:

@@ -523,10 +523,10 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"{override!r} is not section.key=value", where="command line")
     try:
-        # To YAML a bare dash is a list of nothing; to people it is standard input.
-        value = yaml.load(raw, Loader=_EachKeyOnce) if raw.strip() not in ("", "-") else raw.strip()
+        value = raw.strip() if _is_plain(raw.strip()) else yaml.load(raw, Loader=_EachKeyOnce)
     except yaml.YAMLError:
-        raise UserError(f"the value of {key!r} is not valid YAML: {raw!r}", where="command line") from None
+        fix = f"""text with signs of YAML's needs quotes inside: '{key}="…"'"""
+        raise UserError(f"the value of {key!r} is not valid YAML: {raw!r}", where="command line", fix=fix) from None
     *sections, leaf = key.split(".")
     node = content
     for section in sections:
@@ -537,6 +537,15 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
             raise UserError(f"{section!r} in {key!r} is a value, not a section", where="command line")
         node = child
     node[leaf] = value
+
+
+def _is_plain(value: str) -> bool:
+    """Whether an override's value is text to people and something else, or nothing, to YAML.
+
+    A bare dash there is a list of nothing, here standard input. A star begins the name of an earlier part of the same
+    document, and a value that begins with one has no earlier part: here it begins a pattern of files.
+    """
+    return value in ("", "-") or value.startswith("*")
 
 
 _IN_YAML = {  # what the library says in Python's words

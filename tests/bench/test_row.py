@@ -79,7 +79,7 @@ WAITS = {
     "mask as second index": lambda: X.expand(2, 6)[:, MASK],
     "values to a mask": lambda: X.clone().__setitem__(MASK, X[:3]),
     "values to a mask, a copy": lambda: X.index_put((MASK,), X[:3]),
-    "values of one dimension to a mask": lambda: X.clone().index_put_((MASK,), torch.ones(1)),
+    "values of one dimension to a mask": lambda: X.clone().index_put_((MASK,), X[:1]),
     "a number added to a mask": lambda: X.clone().index_put_((MASK,), torch.tensor(0.5), accumulate=True),
     "tolist": lambda: X.tolist(),
     "cpu": lambda: X.cpu(),

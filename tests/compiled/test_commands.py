@@ -39,7 +39,7 @@ def processes(monkeypatch):
     """Stands in for the two processes of `warm`: the first leaves graphs behind, the second says what it found."""
     state = {"second": "hit", "folders": []}
 
-    def run(config, folder, scratch):
+    def run(config, folder, scratch, tell):
         plan = make_plan(config)
         first = not state["folders"]
         state["folders"].append(folder.name)
@@ -90,11 +90,11 @@ def test_warm_looks_for_flash_attentions_kernels_too(tiny_run, processes, caches
     monkeypatch.setattr("draftsmith.pipeline.plan.check_flex_backend", lambda *_: None)
     run, kept = compile_commands._in_process, iter(kept)
 
-    def keeping(config, folder, scratch):
+    def keeping(config, folder, scratch, tell):
         (folder / "flash").mkdir(exist_ok=True)
         for name in next(kept):
             (folder / "flash" / name).touch()
-        return run(config, folder, scratch)
+        return run(config, folder, scratch, tell)
 
     monkeypatch.setattr(compile_commands, "_in_process", keeping)
     flash = {"enabled": "on", "flex_backend": "flash"}
@@ -284,7 +284,8 @@ def test_warm_that_is_terminated_ends_its_process_and_leaves_nothing(compiled_ru
         process.terminate()
         assert process.wait(60) == 143
         said.seek(0)
-        assert said.read().splitlines()[-1] == "draftsmith: terminated before the first update: nothing new to save"
+        words = "terminated: the unfinished cache is removed, and what was in place is as it was"
+        assert said.read().splitlines()[-1] == f"draftsmith: {words}"
     assert not Path(f"/proc/{child}").exists()
     assert list(caches.iterdir()) == []
     assert [item.name for item in temporary.iterdir() if item.name.startswith("draftsmith-")] == []
@@ -303,6 +304,68 @@ def test_an_interrupt_while_the_process_of_warm_starts_ends_it(compiled_run, cac
     with pytest.raises(KeyboardInterrupt):
         compile_commands._in_process(compiled_run, caches, tmp_path)
     assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_a_signal_while_the_new_cache_takes_its_place_leaves_no_half(compiled_run, processes, caches, monkeypatch):
+    swap = cache.swap_in
+
+    def terminated(new, place):
+        os.kill(os.getpid(), signal.SIGTERM)
+        swap(new, place)
+
+    monkeypatch.setattr(cache, "swap_in", terminated)
+    assert compile_commands.warm(compiled_run)["filled"]
+    assert len(list(caches.iterdir())) == 1
+
+
+@pytest.mark.parametrize("command", ["warm", "prove"])
+def test_each_command_says_what_a_signal_leaves(compiled_run, caches, tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(compile_commands, "check_compiler", lambda _plan: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["compile", command, config_file(compiled_run, tmp_path)]) == 143
+    words = {
+        "warm": "terminated before the filling began: no cache was changed",
+        "prove": "terminated without a verdict: nothing is kept but what the compile cache holds by now",
+    }
+    assert capsys.readouterr().err == f"draftsmith: {words[command]}\n"
+
+
+def test_the_lines_of_a_warm_up_are_told_as_they_come(compiled_run, caches, tmp_path, monkeypatch):
+    """The process goes on only once its first line was told; what it says besides is for the error."""
+    heard, start, told = tmp_path / "heard", subprocess.Popen, []
+    script = f"""
+import os, sys, time
+sys.stderr.write("a warning\\n{compile_commands._TOLD}warm-up: target 0\\n")
+sys.stderr.flush()
+until = time.monotonic() + 60
+while not os.path.exists({str(heard)!r}) and time.monotonic() < until:
+    time.sleep(0.01)
+sys.stderr.write(f"{compile_commands._TOLD}warm-up: heard {{os.path.exists({str(heard)!r})}}\\n")
+raise ValueError("no such kernel")
+"""
+
+    def tell(line):
+        told.append(line)
+        heard.touch()
+
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _command, **options: start([sys.executable, "-c", script], **options)
+    )
+    with pytest.raises(UserError, match=r"^compile warm: a process ended with code 1: ValueError: no such kernel$"):
+        compile_commands._in_process(compiled_run, caches, tmp_path, tell)
+    assert told == ["  warm-up: target 0", "  warm-up: heard True"]
+
+
+def test_the_process_that_compiles_marks_the_lines_of_its_warm_up(compiled_run, tmp_path, monkeypatch, capsys):
+    def prove(_config, listener):
+        listener({"kind": "notice", "text": "a cache that lies elsewhere"})
+        listener({"kind": "warmup", "text": "drafter 0 on cpu: traced"})
+        return {"ok": True}
+
+    monkeypatch.setattr(compile_commands, "prove", prove)
+    (tmp_path / "given.json").write_text(compiled_run.model_dump_json())
+    compile_commands._child(tmp_path / "given.json", tmp_path / "result.json")
+    assert capsys.readouterr().err == f"{compile_commands._TOLD}warm-up: drafter 0 on cpu: traced\n"
+    assert json.loads((tmp_path / "result.json").read_text()) == {"ok": True}
 
 
 def test_what_the_process_of_warm_refuses_comes_in_its_own_words(tiny_run, caches, tmp_path):

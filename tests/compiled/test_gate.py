@@ -358,10 +358,11 @@ def test_what_only_guards_know_is_compiled_alone_too(gate, change, in_step):
         torch.testing.assert_close(result, module(x) * inside.factor)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [(c.direction, c.alone) for c in gate.compiles] == [("forward", True)] * 2
+    unseen = change == "frozen" and torch.__version__ < "2.12"  # which looks at inputs' requires_grad only
+    assert [(c.direction, c.alone) for c in gate.compiles] == [("forward", True)] * (1 if unseen else 2)
     assert not gate.held
     r(*given)
-    assert len(gate.compiles) == 2
+    assert len(gate.compiles) == (1 if unseen else 2)
 
 
 def test_an_error_of_the_function_itself_is_not_taken_for_a_refusal(gate):

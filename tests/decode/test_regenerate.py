@@ -556,6 +556,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "a server has its own template (give it to the server)" in capsys.readouterr().err
     for wrong, says in [
         (["--target", "demo"], "give either --server URL or --target PATH"),
+        (["--top-p", "0"], "Invalid value for '--top-p'"),
         (["--extra", "[1]"], "--extra: not a JSON object"),
         (["--template-options", "{"], "--template-options: not valid JSON"),
         *((["--extra", text], "--extra: not valid JSON") for text in NOT_JSON),
@@ -563,6 +564,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ]:
         assert cli.main([*arguments, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_template_that_is_not_there_is_named_by_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write(tmp_path / "data.jsonl", 1), tmp_path / "out.jsonl"
+    command = ["data", "regenerate", str(output), str(data), "--target", "demo", "--device", "cpu"]
+    assert cli.main([*command, "--chat-template", str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'}: no such chat template (check --chat-template)" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_refused_start_does_not_block_the_corrected_one(tmp_path: Path) -> None:
+    data, output = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    with pytest.raises(UserError, match=r"top_p 0 is outside \(0, 1\]"):
+        Sampling(top_p=0)
+    data.write_text('{"text": "plain"}\n')
+    with HostileServer() as server:
+        with pytest.raises(UserError, match="nobody asks anything in it"):
+            run(server.url, data, output)
+        write(data, 2)
+        assert run(server.url, data, output, sampling=Sampling(max_tokens=50, temperature=0.1)).written == 2
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "tool_calls"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,42 @@ def test_a_second_process_is_refused_and_a_later_one_goes_on(tmp_path: Path) -> 
             pass
     with open_output(path, {"work": 1}) as lines:
         assert lines.done == {3}
+
+
+def test_an_output_without_a_line_is_free_for_other_work(tmp_path: Path) -> None:
+    """Whoever opened it was refused before anything was done; nothing is lost."""
+    path, meta = tmp_path / "out.jsonl", tmp_path / "out.jsonl.meta.json"
+    path.touch()  # by hand
+    with open_output(path, {"work": 1}):
+        pass
+    with open_output(path, {"work": 2}, noted={"server": "b"}) as lines:
+        assert json.loads(meta.read_text()) == {"work": 2, "server": "b"}
+        lines.append({"prompt_index": 3})
+    with pytest.raises(UserError, match=r"holds other work \(work 2 there, 1 here\)"), open_output(path, {"work": 1}):
+        pass
+    assert path.read_text() == '{"prompt_index": 3}\n'
+    with open_output(path, {"work": 2}) as lines:
+        lines.drop()
+        assert lines.done == set()
+    meta.write_text("no JSON")
+    with open_output(path, {"work": 1}) as lines:
+        lines.append({"prompt_index": 0})
+    assert path.read_text() == '{"prompt_index": 0}\n'
+
+
+@pytest.mark.parametrize("content", ["mine", " ", "\n"])
+def test_whatever_is_in_a_file_is_somebodys(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match="is not the output of this work"), open_output(path, {"work": 1}):
+        pass
+    (tmp_path / "out.jsonl.meta.json").write_text('{"work": 2}')
+    with pytest.raises(UserError, match="holds other work"), open_output(path, {"work": 1}):
+        pass
+    assert path.read_text() == content
+
+
+def test_a_pipe_has_no_size_that_says_that_it_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is not the output of this work"), open_output(tmp_path / "pipe", {}):
+        pass

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import threading
+import types
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +21,7 @@ from draftsmith import cli
 from draftsmith.drafter import load_drafter, read_spec, save_drafter
 from draftsmith.drafter.native import weights_digest
 from draftsmith.errors import UserError
-from draftsmith.export.card import find_run
+from draftsmith.export.card import check_run, find_run, model_card
 from draftsmith.export.convert import Verifier, convert_drafter
 from draftsmith.pipeline.run import train
 
@@ -337,12 +339,128 @@ def test_push_uploads_what_was_written(tmp_path: Path) -> None:
     server.server_close()
 
 
-def test_a_hub_out_of_reach_is_one_line_and_the_export_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class FlakyHub:
+    """In the place of the hub's client: out of reach until it is up."""
+
+    up = False
+    uploaded: ClassVar[list[dict[str, bytes]]] = []
+
+    def create_repo(self, repository: str, **_: Any) -> Any:
+        if not self.up:
+            raise OSError("no route to the hub")
+        return types.SimpleNamespace(repo_id=repository)
+
+    def upload_folder(self, *, folder_path: Path, repo_id: str, **_: Any) -> Any:
+        self.uploaded.append({path.name: path.read_bytes() for path in folder_path.iterdir()})
+        return types.SimpleNamespace(commit_url=f"hub/{repo_id}/1")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[FlakyHub]:
+    monkeypatch.setattr("huggingface_hub.HfApi", FlakyHub)
+    monkeypatch.setattr(FlakyHub, "up", False)
+    monkeypatch.setattr(FlakyHub, "uploaded", [])
+    return FlakyHub
+
+
+def test_a_hub_out_of_reach_is_one_line_and_the_same_command_goes_on(
+    hub: type[FlakyHub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = saved(tmp_path / "a")
-    assert cli.main(["export", str(source), str(tmp_path / "out"), "--push", "owner/name"]) == 2
-    assert capsys.readouterr().err.startswith("draftsmith: owner/name: the hub cannot serve it")
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    source, out = saved(tmp_path / "a"), tmp_path / "out"
+    command = ["export", str(source), str(out), "--push", "owner/name"]
+    assert cli.main(command) == 2
+    told, error = capsys.readouterr()
+    assert told.startswith(f"{out}: zlab layout, ")
+    assert error.startswith(f"draftsmith: owner/name: the hub cannot serve it: no route to the hub; {out} is written (")
+    assert error.endswith("and give the same command again)\n")
+    assert error.count("\n") == 1
+    written = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
+    assert cli.main([*command, "--json"]) == 2
+    told, error = capsys.readouterr()
+    assert told == ""
+    assert f"{out}: zlab layout, " in error
+    hub.up = True
+    assert cli.main([*command, "--json"]) == 0
+    told, error = capsys.readouterr()
+    assert json.loads(told)["pushed"] == "hub/owner/name/1"
+    assert json.loads(told)["notices"] == []
+    assert "which is there already" in error
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()} == written
+    assert hub.uploaded == [{name: content for name, (_, content) in written.items()}]
+    assert cli.main(command[:3]) == 2, "without --push there is nothing to go on with"
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_only_this_very_export_is_pushed_where_something_is_there(
+    hub: type[FlakyHub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.up = True
+    source, out = saved(tmp_path / "a"), tmp_path / "out"
+    push = ["--push", "owner/name"]
+    assert cli.main(["export", str(source), str(out)]) == 0
+    save_drafter(random_drafter(small_spec(), seed=1), tmp_path / "other")
+    others = (
+        [str(tmp_path / "other"), str(out)],
+        [str(source), str(out), "--dtype", "bfloat16"],
+        [str(saved(tmp_path / "longer", rope_theta=1e6)), str(out)],
+    )
+    for arguments in others:
+        assert cli.main(["export", *arguments, *push]) == 2
+        assert f"{out}: exists already" in capsys.readouterr().err
+    (out / "state.json").write_text("{}")
+    assert cli.main(["export", str(source), str(out), *push]) == 2, "it would go up as well"
+    (out / "state.json").unlink()
+    weights = (out / FILES[1]).read_bytes()
+    (out / FILES[1]).write_bytes(weights[:-4])
+    assert cli.main(["export", str(source), str(out), *push]) == 2, "torn"
+    (out / FILES[1]).write_bytes(weights)
+    capsys.readouterr()
+    assert hub.uploaded == []
+    (out / "README.md").write_text("My own words.")
+    assert cli.main(["export", str(source), str(out), *push, "--licence", "mit"]) == 0
+    assert f"note: {out}/README.md is not the card that this command writes: it stays" in capsys.readouterr().out
+    assert [files["README.md"] for files in hub.uploaded] == [b"My own words."]
+
+
+def test_a_hub_out_of_reach_when_a_drafter_is_fetched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import", "owner/name", str(tmp_path / "b")]) == 2
     assert "the hub cannot serve it" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_is_not_there_says_how_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(saved(tmp_path / "a")), str(tmp_path / "out"), "--evaluation", "foo"]) == 2
+    assert capsys.readouterr().err.startswith("draftsmith: foo: no such file (give TASK=FILE; ")
+
+
+def test_the_card_claims_no_more_than_the_records_do(tiny_run: Any, tmp_path: Path) -> None:
+    start = saved(tmp_path / "start" / "step-0000007")
+    run = train(tiny_run(training={"steps": 2}, optimizer={"name": "muon", "lr": 1e-3}))
+    result = convert_drafter(run.checkpoint, tmp_path / "out", "zlab")
+    facts = find_run(run.checkpoint)
+    figures = {
+        "tau": 2.3, "tau_per_response": 3.4, "answers": 40, "tokens": 999, "speedup": 1.5, "lossless": True,
+        "setting": {"dtype": "float32", "device": "cpu", "block_size": 2},
+    }  # fmt: skip
+    card = model_card(result, run=facts, evaluations=[("chat", figures)])
+    assert "| chat, in blocks of 2 | 40 | 999 | 2.30 | 3.40 | 1.50x | ? |" in card, "no temperature is named"
+    assert "- muon, lr 0.01 for 2-D weights and 0.001 for the rest (AdamW), " in card
+    held_out = facts.resolved["data"]["held_out"]["conversations"]
+    assert f"of them equal to an earlier one, {held_out} of them only evaluated" in card
+    truncated = sum(entry["count"] for entry in facts.resolved["data"]["incidents"])
+    assert f"- not used in full: {truncated} × truncated\n" in card
+    assert "one row" not in card
+    config = {**facts.config, "drafter": {"init": str(start)}}
+    data = {**facts.resolved["data"], "incidents": [{"effect": "truncated", "count": 3}, {"count": 2}], "left_out": 9}
+    others = replace(facts, config=config, resolved={**facts.resolved, "data": data, "overfit": True}, step=None)
+    card = model_card(result, run=others)
+    assert "- an unknown number of 2 updates of 6 rows, seed 0, all of one row: a check" in card
+    assert "only one row of them was learned" in card
+    assert "- started from: the drafter step-0000007" in card
+    assert str(tmp_path) not in card
+    assert "9 of them left out by weights below 1" in card
+    assert "- not used in full: 3 × truncated, 2 × not used in full" in card
+    there = Path(facts.config["target"]["path"])
+    assert check_run(facts, f"owner/{there.name}") == check_run(None, "x") == check_run(facts, None) == []
+    assert check_run(facts, "owner/x") == [f"the drafter was trained for the target {there}, the card names owner/x"]

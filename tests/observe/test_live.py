@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from draftsmith.observe.bar import Bar
-from draftsmith.observe.live import LiveLine, notable_line, short_count, short_time, step_line
+from draftsmith.observe.live import LiveLine, notable_line, short_count, short_loss, short_time, step_line
 
 
 class Terminal(io.StringIO):
@@ -32,6 +32,13 @@ def test_step_line_tells_everything_it_has() -> None:
     assert step_line({"kind": "step", "step": 7}) == "step 7"
     assert step_line({"kind": "step", "unit": "conversation", "step": 23552}) == "23,552 conversations"
     assert step_line(step(7, loss="nan")) == "step 7/100 · loss nan"
+
+
+def test_a_loss_near_zero_keeps_digits_that_tell() -> None:
+    values = [46.7, 2.3456, 0.1, 0.0951, 1.2345e-5, 0.0, -0.5, float("nan")]
+    said = ["46.700", "2.346", "0.100", "0.0951", "1.23e-05", "0.000", "-0.500", "nan"]
+    assert [short_loss(value) for value in values] == said
+    assert notable_line({"kind": "eval", "step": 3, "loss": 0.000123}) == "held-out at step 3: loss 0.000123"
 
 
 def test_elsewhere_a_plain_line_every_few_seconds() -> None:

@@ -179,6 +179,14 @@ def test_a_spike_of_the_loss(log: EventLog) -> None:
     assert "standing" not in spike
 
 
+def test_a_spike_near_zero_has_figures(log: EventLog) -> None:
+    for step in range(1, 100):
+        go(log, step, step, loss=1e-5)
+    go(log, 100, 101, loss=0.00025)
+    (spike,) = notices(log, "loss")
+    assert spike["text"].startswith("loss 0.00025 at step 100, usually 1e-05")
+
+
 def test_dead_anchors(log: EventLog) -> None:
     go(log, 1, 60, blocks=20.0)
     go(log, 61, 200, blocks=60.0)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_only_what_may_not_differ_is_named(tmp_path: Path) -> None:
     changed["training"] |= {"eval_every": 3, "save_every": 4, "keep": 9, "steps": 7}
     changed["compile"] |= {"flex_backend": "flash", "evidence": "warn"}
     changed["decoding"]["every"] = 5
-    with pytest.raises(UserError, match=r"different run \(training\.steps None there, 7 here\)"):
+    with pytest.raises(UserError, match=r"different run \(training\.steps none there, 7 here\)"):
         open_run_folder(parse_config(changed), resume=True)
 
 
@@ -166,6 +167,34 @@ def test_an_unwritable_folder(
     assert os.strerror(code) in str(caught.value)
     assert str(tmp_path / "run") in str(caught.value)
     open_run_folder(config(tmp_path / "run")).close()  # nothing is left locked or half made
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("file", "is a file, not a run folder"),
+        ("file/run", "Not a directory"),
+        ("/proc/run", "Permission denied"),
+        ("/sys/deep/run", "Permission denied|Read-only file system"),
+        ("locked/deep/run", "Permission denied"),
+        ("read-only/run", "Read-only file system"),
+    ],
+)
+def test_what_cannot_be_made_is_found_without_making_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("locked", "read-only"):
+        (tmp_path / name).mkdir()
+    may, look = os.access, os.statvfs
+    # Who runs the tests may be root, who may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "locked" and may(path, mode))
+    flags = types.SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda path: flags if Path(path) == tmp_path / "read-only" else look(path))
+    for attempt in (check_run_folder, open_run_folder):
+        with pytest.raises(UserError, match=said):
+            attempt(config(tmp_path / output))
+    assert sorted(item.name for item in tmp_path.rglob("*")) == ["file", "locked", "read-only"]
 
 
 def test_next_free(tmp_path: Path) -> None:

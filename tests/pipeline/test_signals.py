@@ -95,6 +95,16 @@ def test_the_start_hands_over_to_the_run_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("default_signals")
+def test_whoever_listens_says_what_becomes_of_the_work() -> None:
+    with pytest.raises(Terminated, match=r"^nothing is kept$"), listening("nothing is kept"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with listening("nothing is kept") as signals:
+        signals.words = "half of it is kept"
+        with pytest.raises(Terminated, match=r"^half of it is kept$"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("default_signals")
 def test_a_sighup_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with starting(ranks=False), listening():

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.observe.events import read_events
 from draftsmith.observe.live import notable_line
@@ -185,6 +187,35 @@ def test_overfitting_one_row_reaches_almost_no_loss(tiny_run) -> None:
     assert result.succeeded
     assert result.reason == "overfitted"
     assert result.losses[0] > 3
+    assert json.loads((result.folder / "resolved.json").read_text())["overfit"] is True
+
+
+def test_a_plan_refuses_the_folder_that_a_run_refuses(tiny_run, tmp_path: Path, capsys) -> None:
+    """With the same line and before the data is read; that the folder holds this very run is a note."""
+    run, config = tiny_run("there", training={"steps": 1}), tmp_path / "run.yaml"
+    train(run)
+    config.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_none=True)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    before = sorted(tmp_path.rglob("*"))
+    cases = (
+        [f"training.output={config}"],
+        ["training.output=/proc/foo"],
+        [f"training.output={tmp_path}/mine"],
+        ["training.steps=2"],  # another run
+    )
+    for overrides in cases:
+        said = []
+        for options in ([], ["--plan"]):
+            assert main(["train", str(config), *overrides, *options]) == 2
+            said.append(capsys.readouterr())
+        assert said[0] == said[1]
+        assert said[0].err.count("\n") == 1
+    assert main(["train", str(config), "--plan"]) == 0
+    assert f"note      {tmp_path}/there holds this run: train --resume goes on with it" in capsys.readouterr().out
+    assert main(["train", str(config), "--plan", f"training.output={tmp_path}/deep/new"]) == 0
+    assert "--resume" not in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_run) -> None:

@@ -220,6 +220,8 @@ def draw_anchors(
     Uniform over the row without replacement. With `per_document` = (floor, ceiling) every document first gets `floor`
     anchors, or as many as are eligible in it; what is left of `count` is drawn uniformly from the rest, but no document
     gets more than `ceiling` (None: no limit). Where `count` is less than all floors together, it is drawn from those.
+
+    The numbers are of numpy's default generator: the same for a seed as long as numpy's version does not change them.
     """
     candidates = eligible_anchors(row).nonzero()[:, 0]
     if per_document is None:

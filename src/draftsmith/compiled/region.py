@@ -11,6 +11,7 @@ whose class's code is shared by all its objects) is wrapped in one.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import types
@@ -170,6 +171,7 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 _Tensor = torch.Tensor
 _grad_enabled, _inference_enabled = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _autocast_enabled, _autocast_dtype, _strided = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.strided
+_facts = operator.attrgetter("layout", "shape", "dtype", "device", "requires_grad")
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -183,10 +185,10 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     key: list[Any] = [_grad_enabled(), _inference_enabled()]
     key.append(_autocast_enabled("cpu") and _autocast_dtype("cpu"))
     key.append(_autocast_enabled("cuda") and _autocast_dtype("cuda"))
-    for value in args:  # the common case without a call
-        if type(value) is _Tensor:
-            stride = value.stride() if value.layout is _strided else None
-            key.append((value.shape, stride, value.dtype, value.device, value.requires_grad))
+    for value in args:
+        if type(value) is _Tensor:  # the common case in two calls
+            facts = _facts(value)
+            key += facts, value.stride() if facts[0] is _strided else None
         else:
             key.append(_leaf(value))
     if kwargs:

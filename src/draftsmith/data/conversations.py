@@ -22,6 +22,7 @@ from draftsmith.data.conversation import Conversation
 from draftsmith.data.formats import Malformed, read_records
 from draftsmith.data.layouts import ROLES, to_conversation
 from draftsmith.data.places import DataFile, find_files
+from draftsmith.data.problems import UnusableData
 from draftsmith.errors import UserError
 
 ALL_MALFORMED = 100
@@ -33,7 +34,8 @@ def read_conversations(entries: Iterable[str | Path | DataSource]) -> Iterator[C
     """Yields every conversation of every entry, in order; blank lines are passed over.
 
     Raises:
-        UserError: a file is missing, unreadable, empty or malformed throughout.
+        UnusableData: a file is empty, broken or malformed throughout.
+        UserError: a file is missing or may not be read.
     """
     for file in find_files(entries):
         yield from read_file(file)
@@ -93,13 +95,14 @@ def read_file(file: DataFile) -> Iterator[Conversation]:
     if held and not good:
         raise _all_malformed(held, f"all {len(held)} records are malformed")
     if not good:
-        raise UserError(
+        raise UnusableData(
             "is empty: no conversation in it",
             where=file.name,
             fix='e.g. one conversation a line: {"messages": [{"role": …, "content": …}]} or {"text": …}',
         )
 
 
-def _all_malformed(held: list[tuple[Conversation, UserError]], how_many: str) -> UserError:
+def _all_malformed(held: list[tuple[Conversation, UserError]], how_many: str) -> UnusableData:
     first = held[0][1]
-    return first if len(held) == 1 else UserError(f"{first.what}; {how_many}", where=first.where, fix=first.fix)
+    what = first.what if len(held) == 1 else f"{first.what}; {how_many}"
+    return UnusableData(what, where=first.where, fix=first.fix)

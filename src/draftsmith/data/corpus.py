@@ -30,6 +30,7 @@ import numpy as np
 
 from draftsmith.config import DataConfig, DataSource
 from draftsmith.data.places import DataFile, as_sources, find_files
+from draftsmith.data.problems import UnusableData
 from draftsmith.data.report import (
     REFUSED,
     TRUNCATED,
@@ -52,7 +53,7 @@ _PIECE = 1 << 23  # tokens whose masks are counted at one time
 _FRACTION_MIX = np.uint64(0x9E3779B97F4A7C15)  # any odd number: the share of a weight is not the held-out share again
 
 
-class NothingUsable(UserError):
+class NothingUsable(UnusableData):
     """Nothing is left to train on; `incidents` says of every conversation why."""
 
     def __init__(self, what: str, where: str, incidents: Incidents) -> None:
@@ -101,7 +102,8 @@ def prepare_corpus(
 
     Raises:
         NothingUsable: no conversation is left.
-        UserError: a file is missing, empty, unreadable or broken; the template is invalid.
+        UnusableData: a file is empty or broken.
+        UserError: a file is missing or unreadable; the template is invalid; the weights leave nothing.
     """
     tokeniser = make_tokeniser(data, tokenizer, stop_ids)
     cache = TableCache(data.cache, tokeniser)

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
+from draftsmith.data.problems import UnusableData
 from draftsmith.errors import UserError
 
 WHOLE_DOCUMENT_BYTES = 128 * 2**20
@@ -84,8 +85,9 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
     A line of JSON lines that is no JSON, and a table's row whose text is none, are `Malformed`: what follows is read.
 
     Raises:
-        UserError: it is missing, a folder, unreadable, cut off, not JSON where an array or object should stand, or
-            needs a package that is not installed. `where` names the record.
+        UnusableData: it is cut off, broken, or not JSON where an array or object should stand. `where` names the
+            record.
+        UserError: it is missing, a folder, not to be read, or needs a package that is not installed.
     """
     number = 0
     try:
@@ -100,16 +102,14 @@ def read_records(path: Path, name: str) -> Iterator[Record]:
             number = record.number
             yield record
     except FileNotFoundError:
-        raise UserError(
-            "no such data file",
-            where=name,
-            fix="check the path (data.train, data.held_out)",
-        ) from None
+        raise UserError("no such data file", where=name, fix="check the path") from None
     except IsADirectoryError:
         raise UserError("is a directory, not a data file", where=name, fix="name the files in it") from None
     except _BROKEN as error:
         place = f"{name}:{number + 1}" if number else name
-        raise UserError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=place) from None
+        # What the system refuses has a number; the rest is said by those who unpack what was read.
+        kind_of_error = UserError if getattr(error, "errno", None) else UnusableData
+        raise kind_of_error(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=place) from None
 
 
 def open_bytes(path: Path) -> BinaryIO:
@@ -268,7 +268,7 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                 if found == "]":
                     window.place += 1
                     if window.skip():
-                        raise UserError(
+                        raise UnusableData(
                             f"not valid JSON: there is more behind the array of {number} elements",
                             where=f"{name}:{number}",
                             fix="one array a file, or JSON lines",
@@ -276,21 +276,21 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                     return
                 if comma and found:
                     what = f"not valid JSON: no comma between elements {number} and {number + 1} of the array"
-                    raise UserError(what, where=f"{name}:{number + 1}")
+                    raise UnusableData(what, where=f"{name}:{number + 1}")
                 try:
                     value, window.place = decoder.raw_decode(window.text, window.place)
                 except json.JSONDecodeError as error:
                     if want >= WHOLE_DOCUMENT_BYTES or not window.grow(want):
                         what = f"not valid JSON: {error.msg} in element {number + 1} of the array"
-                        raise UserError(what, where=f"{name}:{number + 1}") from None
+                        raise UnusableData(what, where=f"{name}:{number + 1}") from None
                     want *= 2
                     continue
                 number, want, comma = number + 1, _CHUNK, True
                 yield Record(number, value)
         except UnicodeDecodeError:
-            raise UserError("not UTF-8", where=f"{name}:{number + 1}") from None
+            raise UnusableData("not UTF-8", where=f"{name}:{number + 1}") from None
         except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python takes
-            raise UserError(f"not JSON that can be read: {error}", where=f"{name}:{number + 1}") from None
+            raise UnusableData(f"not JSON that can be read: {error}", where=f"{name}:{number + 1}") from None
 
 
 def _read_document(path: Path) -> list[Any] | None:
@@ -412,7 +412,7 @@ def _wanted(schema: Any, name: str) -> list[str]:
     Numbers and embeddings of floats are not even decoded.
 
     Raises:
-        UserError: two of them have one name, and nobody knows which is meant.
+        UnusableData: two of them have one name, and nobody knows which is meant.
     """
     import pyarrow.types as types
 
@@ -429,7 +429,7 @@ def _wanted(schema: Any, name: str) -> list[str]:
     wanted = [field.name for field in schema if useful(field.type) or _is_media(field.type)]
     for column in wanted:
         if schema.names.count(column) > 1:
-            raise UserError(f"two columns are called {column!r}", where=name, fix="give them different names")
+            raise UnusableData(f"two columns are called {column!r}", where=name, fix="give them different names")
     return wanted
 
 

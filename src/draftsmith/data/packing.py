@@ -73,6 +73,6 @@ def pack_flat(lengths: Sequence[int] | np.ndarray, capacity: int, seed: int) -> 
 
 
 def seeded(*seeds: int) -> np.random.RandomState:
-    """A generator whose stream numpy has promised never to change: runs resume under another numpy version."""
+    """A generator whose stream numpy has promised never to change: rows and their order outlive its versions."""
     words = [word for seed in seeds for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)]
     return np.random.RandomState(words)

@@ -139,7 +139,7 @@ def _fetch(name: str, entry: str) -> Path:
         first = str(error).strip().splitlines()
         reason = trouble or (first[0] if first else type(error).__name__)
         what = f"no such file here, and not to be had from the hub: {reason}"
-        raise UserError(what, where=entry, fix="check the path (data.train, data.held_out)") from None
+        raise UserError(what, where=entry, fix="check the path") from None
 
 
 # -- folders -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""Why something of a conversation cannot be taught: the reasons that reports count, each in one place."""
+"""Why something of a conversation, or a whole file, cannot be taught: the reasons that reports count, in one place."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from draftsmith.errors import UserError
 
 MALFORMED = "malformed"
 NOT_TEXT = "holds more than text"
@@ -20,6 +22,13 @@ STOP_INSIDE = "the answer holds the stop token as text"
 CROSSES_START = "a token crosses the start of the answer"
 CROSSES_END = "a token crosses the end of the answer"
 NO_ANCHOR = "no two taught tokens in a row"
+
+
+class UnusableData(UserError):
+    """Data were found and read, and what they hold is what is wrong: an answer about them, where they are asked about.
+
+    A file that is not there or may not be read is a plain `UserError`.
+    """
 
 
 class Problem(NamedTuple):

@@ -214,11 +214,7 @@ def hash_file(path: Path, name: str) -> str:
             while block := file.read(_HASHED):
                 digest.update(block)
     except FileNotFoundError:
-        raise UserError(
-            "no such data file",
-            where=name,
-            fix="check the path (data.train, data.held_out)",
-        ) from None
+        raise UserError("no such data file", where=name, fix="check the path") from None
     except OSError as error:
         raise UserError(f"cannot be read: {reason_of(error)}", where=name) from None
     return digest.hexdigest()

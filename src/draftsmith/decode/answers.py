@@ -29,7 +29,7 @@ from draftsmith.decode.generate import Answer, generate
 from draftsmith.decode.prompts import Prompt, UserTurn, bare_user_turn, encode_prompts, has_template
 from draftsmith.decode.resumable import open_output
 from draftsmith.decode.rounds import room_for_answer, stop_ids_of
-from draftsmith.decode.sampling import check_temperature
+from draftsmith.decode.sampling import check_sampling
 from draftsmith.errors import UserError, first_of
 from draftsmith.observe.events import Listener
 
@@ -40,7 +40,11 @@ PROMPT_TOKENS = 256  # what is longer is a text, hardly a question
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are sampled."""
+    """How answers are sampled.
+
+    Raises:
+        UserError: see `check_sampling`.
+    """
 
     max_new_tokens: int = 512
     temperature: float = 0.7
@@ -50,7 +54,7 @@ class AnswerOptions:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_temperature(self.temperature)
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     def sampling(self) -> dict[str, Any]:
         """What decides the answers; the batch size does not."""
@@ -201,11 +205,12 @@ def invent_prompts(
     """Lets the target say `count` times what a user would say; keeps it in `<output>.prompts.jsonl`.
 
     Returns:
-        The usable ones in order: ended by the target itself, not empty, and each only once. How many were not is told
-        to the listener in a "notice".
+        The usable ones in order: ended by the target itself, not empty, and each only once. How many were not, and why,
+        is told to the listener in a "notice".
 
     Raises:
-        UserError: no chat template, nothing usable, or as `write_answers`.
+        UserError: no chat template, nothing usable, or as `write_answers`. Where nothing is usable, nothing is kept
+            either, so that the same output takes prompts that are invented in another way.
     """
     turn = bare_user_turn(target.tokenizer, template_options)
     options = AnswerOptions(max_new_tokens, temperature, 0, top_p, seed, batch_size)
@@ -226,7 +231,14 @@ def invent_prompts(
             text = _said(answer, turn, stops, target.tokenizer)
             lines.append({"prompt": text, "prompt_index": answer.index, "finish_reason": answer.finish_reason})
             progress(len(answer.tokens))
-    return _usable_prompts(path, listener)
+        found = _Invented.read(path)
+        if not found.usable:
+            lines.drop()
+            raise UserError(found.why_none(max_new_tokens), where=str(path), fix=found.remedy(max_new_tokens))
+    if listener is not None and found.left_out:
+        text = f"{found.left_out} of {found.count} invented prompts are left out: {found.reasons(max_new_tokens)}"
+        listener({"time": time.time(), "kind": "notice", "text": text})
+    return [Prompt(f"{path}:{index}", text=text) for text, index in found.usable.items()]
 
 
 class _Progress:
@@ -295,22 +307,57 @@ def _said(answer: Answer, turn: UserTurn, stops: frozenset[int], tokenizer: Any)
     return (text.partition(turn.closing)[0] if turn.closing else text).strip()
 
 
-def _usable_prompts(path: Path, listener: Listener | None) -> list[Prompt]:
-    records = sorted(
-        (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()),
-        key=lambda record: record["prompt_index"],
-    )
-    texts: dict[str, int] = {}
-    for record in records:
-        if record["prompt"] and record["finish_reason"] == "stop":
-            texts.setdefault(record["prompt"], record["prompt_index"])
-    if not texts:
-        raise UserError(f"none of {len(records)} invented prompts is usable", where=str(path), fix="give --prompts")
-    if listener is not None and len(texts) < len(records):
-        dropped = len(records) - len(texts)
-        text = f"{dropped} of {len(records)} invented prompts are empty, cut at the length limit, or repeated: left out"
-        listener({"time": time.time(), "kind": "notice", "text": text})
-    return [Prompt(f"{path}:{index}", text=text) for text, index in texts.items()]
+@dataclass
+class _Invented:
+    """What became of invented prompts.
+
+    Attributes:
+        count: of all of them.
+        usable: text → the number of the first with it, in order.
+        cut, empty, repeated: how many are not usable for this reason, the first that holds.
+    """
+
+    count: int = 0
+    usable: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+    empty: int = 0
+    repeated: int = 0
+
+    @staticmethod
+    def read(path: Path) -> _Invented:
+        """Sorts the prompts of a file."""
+        lines = path.read_text(encoding="utf-8").split("\n")
+        records = sorted((json.loads(line) for line in lines if line.strip()), key=lambda each: each["prompt_index"])
+        found = _Invented(len(records))
+        for record in records:
+            text = record["prompt"]
+            if record["finish_reason"] != "stop":
+                found.cut += 1
+            elif not text:
+                found.empty += 1
+            elif text in found.usable:
+                found.repeated += 1
+            else:
+                found.usable[text] = record["prompt_index"]
+        return found
+
+    @property
+    def left_out(self) -> int:
+        return self.count - len(self.usable)
+
+    def reasons(self, limit: int) -> str:
+        """How many are left out and why; `limit` is of a prompt's tokens."""
+        named = ((self.cut, f"cut at {limit} tokens"), (self.empty, "empty"), (self.repeated, "repeated"))
+        return ", ".join(f"{number} {what}" for number, what in named if number)
+
+    def why_none(self, limit: int) -> str:
+        return f"none of {self.count} invented prompts is usable: {self.reasons(limit)}"
+
+    def remedy(self, limit: int) -> str:
+        """What helps where none is usable; a limit as high as it goes was not what cut them."""
+        if self.cut and limit < PROMPT_TOKENS:
+            return f"raise --max-new-tokens, of which a prompt gets {PROMPT_TOKENS} at most, or give --prompts"
+        return "give --prompts"
 
 
 def identity_of(target: Any) -> dict[str, Any]:

@@ -98,9 +98,17 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that are not among `others`, whatever form either is written in."""
+    """The prompts that are not among `others`, whatever form either is written in.
+
+    Raises:
+        UserError: all of them are.
+    """
     known = {json.dumps(prompt.as_messages(), sort_keys=True) for prompt in others}
-    return [prompt for prompt in prompts if json.dumps(prompt.as_messages(), sort_keys=True) not in known]
+    left = [prompt for prompt in prompts if json.dumps(prompt.as_messages(), sort_keys=True) not in known]
+    if prompts and not left:
+        what = "the only prompt" if len(prompts) == 1 else f"all {len(prompts)} prompts"
+        raise UserError(f"leaves out {what}", where="--exclude", fix="give others, or leave it out")
+    return left
 
 
 def encode_prompts(
@@ -173,18 +181,23 @@ def bare_user_turn(tokenizer: Any, template_options: dict[str, Any] | None = Non
     opening, found, closing = text.partition(_MARKER)
     if not found:
         raise UserError("does not show what the user says", where="chat template", fix="give prompts in a file")
-    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+    ids = _ids(closing, tokenizer, special=False)
     stop_id = ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
-    return UserTurn(tokenizer(opening, add_special_tokens=False)["input_ids"], closing.strip(), stop_id)
+    return UserTurn(_ids(opening, tokenizer, special=False), closing.strip(), stop_id)
 
 
 def _encode(prompt: Prompt, tokenizer: Any, options: dict[str, Any]) -> list[int]:
     if not has_template(tokenizer):
         if prompt.messages is not None:
             raise UserError("chat messages, but the tokenizer has no chat template", where=prompt.source)
-        return list(tokenizer(prompt.text)["input_ids"])
+        return _ids(prompt.text, tokenizer, special=True)
     text = _render(prompt.as_messages(), prompt.tools, tokenizer, options, prompt.source, True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(text, tokenizer, special=False)
+
+
+def _ids(text: str | None, tokenizer: Any, *, special: bool) -> list[int]:
+    """Token ids of a text; whether the target has positions for them is said by who decodes, not by the tokenizer."""
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _render(

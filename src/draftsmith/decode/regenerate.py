@@ -40,7 +40,7 @@ from draftsmith.decode.generate import generate
 from draftsmith.decode.prompts import Prompt, encode_prompts, has_template
 from draftsmith.decode.resumable import OutputLines, open_output, unwritable
 from draftsmith.decode.rounds import answer_limit, stop_ids_of
-from draftsmith.decode.sampling import check_temperature
+from draftsmith.decode.sampling import check_sampling
 from draftsmith.decode.server import ChatServer, GivenUpError, Reply
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Listener
@@ -56,6 +56,9 @@ class Sampling:
 
     Attributes:
         extra: more keys of the request, e.g. {"repetition_penalty": 1.05}; only for servers.
+
+    Raises:
+        UserError: see `check_sampling`.
     """
 
     max_tokens: int = 4096
@@ -67,7 +70,7 @@ class Sampling:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_temperature(self.temperature)
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass

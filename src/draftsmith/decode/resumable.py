@@ -2,7 +2,8 @@
 
 One line of JSON per finished piece of work, written in one system call: a process that is killed leaves whole lines and
 at most one torn one, which the next start drops. What the work is stands beside it in `<output>.meta.json`; a start
-with another description is refused, and so is a second process on the same file.
+with another description is refused, and so is a second process on the same file. An empty output holds no work yet and
+is free for any, so that a start that was refused after it opened its output stands in nobody's way.
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ class OutputLines:
             raise unwritable(self._path, error) from None
         self.done.add(record["prompt_index"])
 
+    def drop(self) -> None:
+        """Takes all lines back.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            os.ftruncate(self._descriptor, 0)
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        self.done.clear()
+
     def _read_done(self, found: Found | None) -> set[int]:
         done: set[int] = set()
         whole = 0
@@ -77,11 +90,11 @@ def open_output(
         noted: written down beside `facts` and not compared: it does not decide what comes out.
 
     Raises:
-        UserError: the output holds something else, is in use, or cannot be written.
+        UserError: the output holds something else, is in use, or cannot be written. An empty one holds nothing.
     """
     meta = Path(f"{path}.meta.json")
     try:
-        if path.exists() and not meta.exists():
+        if path.exists() and not meta.exists() and not _is_empty(path):
             raise UserError("exists and is not the output of this work", where=str(path), fix="name another output")
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -90,7 +103,7 @@ def open_output(
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check_facts(meta, facts, noted or {}, path)
+            _check_facts(meta, facts, noted or {}, path, free=os.fstat(descriptor).st_size == 0)
             lines = OutputLines(path, descriptor, found)
         except BlockingIOError:
             raise UserError("another process is writing it", where=str(path), fix="wait for it or stop it") from None
@@ -101,22 +114,34 @@ def open_output(
         os.close(descriptor)
 
 
-def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path: Path) -> None:
-    """Writes down what the work is, or compares with what stands there."""
+def _is_empty(path: Path) -> bool:
+    """Whether this is a file with nothing in it; what is no file (a pipe, a device) has no size that says so."""
+    return path.is_file() and path.stat().st_size == 0
+
+
+def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path: Path, free: bool) -> None:
+    """Writes down what the work is, or compares with what stands there; beside a `free` output that means nothing."""
     facts = json.loads(json.dumps(facts))
-    if not meta.exists():
+    there = None if free or not meta.exists() else _read_facts(meta)
+    if there is None:
         remove_left(meta)
         with written_aside(meta) as file:
             file.write(json.dumps({**facts, **noted}, indent=1))
         return
-    try:
-        there = json.loads(meta.read_text(encoding="utf-8"))
-        differing = [key for key in facts if there.get(key) != facts[key]]
-    except (ValueError, AttributeError):
-        raise UserError("cannot be understood", where=str(meta), fix="name another output") from None
+    differing = [key for key in facts if there.get(key) != facts[key]]
     if differing:
         details = "; ".join(f"{key} {there.get(key)} there, {facts[key]} here" for key in differing[:2])
         raise UserError(f"holds other work ({details})", where=str(path), fix="name another output")
+
+
+def _read_facts(meta: Path) -> dict[str, Any]:
+    try:
+        there = json.loads(meta.read_text(encoding="utf-8"))
+    except ValueError:
+        there = None
+    if not isinstance(there, dict):
+        raise UserError("cannot be understood", where=str(meta), fix="name another output")
+    return there
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

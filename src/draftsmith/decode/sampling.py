@@ -21,11 +21,20 @@ from draftsmith.errors import UserError
 LOWEST_TEMPERATURE = 1e-5  # above 0; far below it, logits divided by it leave float32
 
 
-def check_temperature(temperature: float) -> None:
-    """Raises UserError for a temperature that is neither 0 nor a finite number from `LOWEST_TEMPERATURE` up."""
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuses what cannot be sampled with, also where the temperature is 0 and the others would do nothing.
+
+    Raises:
+        UserError: the temperature is neither 0 nor a finite number from `LOWEST_TEMPERATURE` up, `top_k` is negative,
+            or `top_p` is not in (0, 1].
+    """
     if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < math.inf:
         fix = f"0 is greedy; else a finite number from {LOWEST_TEMPERATURE:g} up"
         raise UserError(f"temperature {temperature:g} cannot be sampled with", where="sampling", fix=fix)
+    if top_k < 0:
+        raise UserError(f"top_k {top_k} is negative", where="sampling", fix="0 keeps every token")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p {top_p} is outside (0, 1]", where="sampling", fix="1 keeps every token")
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        if self.top_k < 0:
-            raise UserError(f"top_k {self.top_k} is negative", where="sampling", fix="0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is outside (0, 1]", where="sampling", fix="1 keeps every token")
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def greedy(self) -> bool:

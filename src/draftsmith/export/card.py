@@ -7,6 +7,7 @@ Only what is known is written. Recipe and data facts come from the run folder ar
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import Required, TypedDict  # pydantic wants this one before Python 3.12
+from typing_extensions import NotRequired, Required, TypedDict  # pydantic wants this one before Python 3.12
 
 import draftsmith
 from draftsmith.errors import UserError
@@ -27,6 +28,7 @@ class _Distribution(TypedDict, total=False):
 
 
 class _Setting(TypedDict, total=False):
+    block_size: Count
     drafter: str | None  # digest of its weights
     target: str | None
     temperature: Quantity
@@ -76,6 +78,7 @@ class _Optimizer(TypedDict):
     schedule: str
     lr: Quantity
     warmup: Quantity
+    muon_lr: NotRequired[Quantity | None]
     clip: Quantity
     weight_decay: Quantity
 
@@ -90,10 +93,12 @@ class _Config(TypedDict):
 
 
 class _Incident(TypedDict):
+    effect: NotRequired[str]
     count: Count
 
 
 class _Part(TypedDict, total=False):
+    conversations: Count
     tokens: Count
     taught_tokens: Count
 
@@ -103,13 +108,16 @@ class _Data(TypedDict, total=False):
     used: Count
     conversations: Count
     duplicates: Count
+    left_out: Count
     incidents: list[_Incident]
     stop_token: str | None
     train: _Part
+    held_out: _Part | None
 
 
 class _Resolved(TypedDict, total=False):
     steps: Required[Count]
+    overfit: Annotated[bool, Field(strict=True)]
     mask_token_rule: str
     data: _Data
 
@@ -176,7 +184,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, holds something else, or no round was measured.
     """
-    fix = "write one with draftsmith eval --json > FILE"
+    fix = "give TASK=FILE; draftsmith eval --json > FILE writes one"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -220,6 +228,14 @@ def check_evaluation(figures: dict[str, Any], result: Converted, target: str | N
     return notes
 
 
+def check_run(run: RunFacts | None, target: str | None) -> list[str]:
+    """What is to be told where the card names another target than the run's."""
+    there = run.config["target"]["path"] if run else None
+    if there and target and Path(there).name != Path(target).name:
+        return [f"the drafter was trained for the target {there}, the card names {target}"]
+    return []
+
+
 def model_card(
     result: Converted,
     *,
@@ -251,7 +267,7 @@ def model_card(
     }
     lines = ["---", *yaml.safe_dump(head, sort_keys=False).splitlines(), "---", ""]
     lines += [f"# DFlash drafter for {target or 'its target'}", "", *_what_it_is(result, target), ""]
-    lines += ["## What it is worth", "", *_tau_table(evaluations), ""]
+    lines += ["## What it is worth", "", *_tau_table(evaluations, result.spec.block_size), ""]
     lines += ["## Recipe", "", *_recipe(run), ""]
     lines += ["## Data", "", *_data(run), ""]
     lines += ["## Licences", "", *_licences(licences), ""]
@@ -273,8 +289,8 @@ def _what_it_is(result: Converted, target: str | None) -> list[str]:
     )
     return [
         "A drafter proposes a block of tokens in one forward; the target checks the block and keeps what it would have",
-        "written anyway. The output does not change, only the speed. The drafter owns neither embedding nor head: it",
-        "uses the target's.",
+        "written anyway, so that only the speed should change. The drafter owns neither embedding nor head: it uses",
+        "the target's.",
         "",
         "| | |",
         "| --- | --- |",
@@ -289,7 +305,7 @@ def _what_it_is(result: Converted, target: str | None) -> list[str]:
     ]
 
 
-def _tau_table(evaluations: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+def _tau_table(evaluations: Sequence[tuple[str, dict[str, Any]]], block_size: int) -> list[str]:
     if not evaluations:
         return ["Not measured."]
     rows = [
@@ -301,12 +317,15 @@ def _tau_table(evaluations: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     ]
     for task, figures in evaluations:
         setting = figures["setting"]
+        temperature = f"{setting['temperature']:g}" if "temperature" in setting else "?"
+        if setting.get("block_size", block_size) != block_size:
+            task = f"{task}, in blocks of {setting['block_size']}"
         lossless = "yes" if figures.get("lossless") else "no"
         if figures.get("distribution"):
             lossless += f" (p = {figures['distribution']['p_value']:.2g})"
         rows.append(
             f"| {_cell(task)} | {figures['answers']} | {figures['tokens']} | {figures['tau']:.2f} | "
-            f"{figures['tau_per_response']:.2f} | {figures['speedup']:.2f}x | {setting.get('temperature', 0):g} | "
+            f"{figures['tau_per_response']:.2f} | {figures['speedup']:.2f}x | {temperature} | "
             f"{_cell(setting.get('dtype', '?'))} | {_cell(setting.get('device', '?'))} | {lossless} |"
         )
     return rows
@@ -321,32 +340,54 @@ def _recipe(run: RunFacts | None) -> list[str]:
     if run is None:
         return ["Not known: the drafter was not exported from a run of draftsmith, or its records cannot be read."]
     optimizer, training, rows = run.config["optimizer"], run.config["training"], run.config["rows"]
-    objective = run.config["objective"]
+    objective, init = run.config["objective"], run.config["drafter"].get("init")
+    step = "an unknown number" if run.step is None else run.step
+    one_row = ", all of one row: a check of the training, which learned nothing else" if _overfitted(run) else ""
+    rate = f"lr {optimizer['lr']:g}"
+    if optimizer["name"] == "muon":
+        given = optimizer.get("muon_lr")
+        muon_lr = 10 * optimizer["lr"] if given is None else given
+        rate = f"lr {muon_lr:g} for 2-D weights and {optimizer['lr']:g} for the rest (AdamW)"
     return [
-        f"- {run.step if run.step is not None else run.resolved['steps']} of {run.resolved['steps']} updates of "
-        f"{training['rows_per_update']} rows, seed {training['seed']}",
+        f"- {step} of {run.resolved['steps']} updates of {training['rows_per_update']} rows, seed {training['seed']}"
+        f"{one_row}",
         f"- rows of S = {rows['length']} context tokens with N = {rows['anchors']} anchors",
-        f"- {optimizer['name']}, lr {optimizer['lr']:g}, {optimizer['schedule']}, warm-up {optimizer['warmup']:g}, "
+        f"- {optimizer['name']}, {rate}, {optimizer['schedule']}, warm-up {optimizer['warmup']:g}, "
         f"clip {optimizer['clip']:g}, weight decay {optimizer['weight_decay']:g}",
         f"- labels: {objective['labels']}, slot weights: {objective['weights']}",
         f"- mask token chosen by: {run.resolved.get('mask_token_rule', 'not stated')}",
-        f"- started from: {run.config['drafter'].get('init') or 'fresh weights'}",
+        # By its name: a path of this machine tells others nothing.
+        f"- started from: {'the drafter ' + Path(init).name if init else 'fresh weights'}",
     ]
+
+
+def _overfitted(run: RunFacts) -> bool:
+    return bool(run.resolved.get("overfit", False))
 
 
 def _data(run: RunFacts | None) -> list[str]:
     if run is None:
         return ["Not known."]
     data = run.resolved.get("data", {})
-    train = data.get("train", {})
+    train, held_out = data.get("train", {}), data.get("held_out") or {}
+    effects: Counter[str] = Counter()
+    for entry in data.get("incidents", ()):
+        effects[entry.get("effect", "not used in full")] += entry["count"]
+    apart = [f"{held_out['conversations']} of them only evaluated"] if "conversations" in held_out else []
+    apart += [f"{data['left_out']} of them left out by weights below 1"] if data.get("left_out") else []
     files = ", ".join(f"`{Path(name).name}`" for name in data.get("files", ()))
-    incidents = sum(entry["count"] for entry in data.get("incidents", ()))
     return [
         f"- files: {files or 'not stated'}",
-        f"- {data.get('used', '?')} of {data.get('conversations', '?')} conversations used, "
-        f"{data.get('duplicates', '?')} of them equal to an earlier one, "
-        f"{incidents} truncated, refused or partly untaught",
-        f"- {train.get('tokens', '?')} tokens an epoch, {train.get('taught_tokens', '?')} of them taught",
+        ", ".join(
+            [
+                f"- {data.get('used', '?')} of {data.get('conversations', '?')} conversations used",
+                f"{data.get('duplicates', '?')} of them equal to an earlier one",
+                *apart,
+            ]
+        ),
+        f"- not used in full: {', '.join(f'{count} × {effect}' for effect, count in effects.items()) or 'none'}",
+        f"- {train.get('tokens', '?')} tokens an epoch, {train.get('taught_tokens', '?')} of them taught"
+        f"{'; only one row of them was learned' if _overfitted(run) else ''}",
         f"- stop token: {data.get('stop_token', 'not stated')}",
     ]
 

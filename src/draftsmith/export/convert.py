@@ -4,7 +4,7 @@ Layouts: "zlab" (our own as well; read by z-lab's dflash, SGLang and vLLM) and "
 by vLLM). Reading knows both, whoever wrote them. A folder is written aside and renamed, so one with the final name is
 complete; an existing one is not touched.
 
-Cost: the weights once through memory.
+Cost: the weights once through memory, twice where they are compared with those of a folder that is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class Converted:
         dtype: of the weights on disk.
         digests: `weights_digest` of what was read, and of what was written.
         notices: one line for everything of the source that the result does not hold.
+        written: false if the folder held this very drafter already.
     """
 
     folder: Path
@@ -73,13 +74,15 @@ class Converted:
     dtype: torch.dtype
     digests: tuple[str, str]
     notices: tuple[str, ...]
+    written: bool = True
 
     def lines(self) -> list[str]:
         """For people."""
         spec, name = self.spec, str(self.dtype).removeprefix("torch.")
+        there = "" if self.written else ", which is there already"
         return [
             f"{self.folder}: {self.layout} layout, {spec.layers} layers x {spec.hidden_size}, B={spec.block_size}, "
-            f"taps {list(spec.taps)}, {name}",
+            f"taps {list(spec.taps)}, {name}{there}",
             *(f"note: {notice}" for notice in self.notices),
         ]
 
@@ -92,6 +95,7 @@ class Converted:
             "drafter": vars(self.spec),
             "dtype": str(self.dtype).removeprefix("torch."),
             "weights": self.digests[1],
+            "written": self.written,
             "notices": list(self.notices),
         }
 
@@ -114,6 +118,7 @@ def convert_drafter(
     target_layers: int | None = None,
     dtype: torch.dtype | None = None,
     card: Callable[[Converted], str] | None = None,
+    again: bool = False,
 ) -> Converted:
     """Writes the drafter of `source` into `output`, which must not exist.
 
@@ -124,12 +129,16 @@ def convert_drafter(
         target_layers: depth of the target, where the source does not say it.
         dtype: of the weights; none: as they are.
         card: makes the text of README.md.
+        again: an `output` that holds just what would be written is taken as it is. Its README.md may be another, such
+            as one that its owner went on with: then that is a notice.
 
     Raises:
         UserError: `source` is not a drafter, `output` exists or cannot be written, or the verifier is missing.
     """
-    if what_is_at(output):
-        raise UserError("exists already", where=str(output), fix="name another folder, or remove it")
+    there = what_is_at(output)
+    taken = UserError("exists already", where=str(output), fix="name another folder, or remove it")
+    if there and not (again and there == "folder"):
+        raise taken
     spec = read_spec(source, target_layers)
     weights = read_own_weights(source, spec)
     notices = _left_behind(source, spec)
@@ -153,6 +162,13 @@ def convert_drafter(
     converted = {name: value.to(dtype).contiguous() for name, value in weights.items()}
     digests = weights_digest(weights), weights_digest(converted)
     result = Converted(output, layout, layout_of(source), spec, dtype, digests, notices)
+    text = None if card is None else card(result)
+    if there:
+        if not _holds(output, config, digests[1]):
+            raise taken
+        if text is not None and _text_of(output / CARD) != text:
+            notices += (f"{output / CARD} is not the card that this command writes: it stays as it is",)
+        return replace(result, notices=notices, written=False)
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -161,14 +177,36 @@ def convert_drafter(
         save_file(converted, str(aside / WEIGHTS), metadata={"format": "pt"})
         # Written for its owner alone by default; a served file is read by others.
         os.chmod(aside / WEIGHTS, 0o644)
-        if card is not None:
-            (aside / CARD).write_text(card(result), encoding="utf-8")
+        if text is not None:
+            (aside / CARD).write_text(text, encoding="utf-8")
         os.replace(aside, output)
     except OSError as error:
         raise UserError(f"cannot be written: {reason_of(error)}", where=str(output)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return result
+
+
+def _holds(folder: Path, config: dict[str, Any], weights: str) -> bool:
+    """Whether a folder holds a drafter of this configuration and this digest of weights, and nothing beside its card
+    that would be taken for a part of it."""
+    try:
+        files = {
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".json", ".safetensors")
+        }
+        as_read = json.loads(json.dumps(config))
+        if files != {CONFIG, WEIGHTS} or read_config(folder) != as_read:
+            return False
+        return weights_digest(read_weights(folder)) == weights
+    except (OSError, UserError):
+        return False
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _verifier_of(source: Path) -> Verifier | None:

@@ -112,7 +112,7 @@ def step_line(event: Event) -> str:
         return f"{event['step']:,} {unit}s"  # what is read, and nobody knows of how many
     parts = [f"{unit} {event['step']}/{event['steps']}" if event.get("steps") else f"{unit} {event['step']}"]
     if event.get("loss") is not None:
-        parts.append(f"loss {float(event['loss']):.3f}")
+        parts.append(f"loss {short_loss(float(event['loss']))}")
     if event.get("tau_proxy") is not None:
         parts.append(f"τ proxy {float(event['tau_proxy']):.2f}")
     if event.get("tokens_per_second") is not None:
@@ -133,7 +133,7 @@ def notable_line(event: Event) -> str | None:
     if kind == "eval":
         parts = [f"held-out at step {event.get('step')}:"]
         if event.get("loss") is not None:
-            parts.append(f"loss {float(event['loss']):.3f}")
+            parts.append(f"loss {short_loss(float(event['loss']))}")
         if event.get("tau_proxy") is not None:
             parts.append(f"τ proxy {float(event['tau_proxy']):.2f}")
         return " ".join(parts)
@@ -174,6 +174,11 @@ def short_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
+
+
+def short_loss(loss: float) -> str:
+    """12.3456 → "12.346", 0.000012345 → "1.23e-05": near zero the digits that tell two losses apart."""
+    return f"{loss:.3f}" if abs(loss) >= 0.1 or loss == 0 else f"{loss:.3g}"
 
 
 def short_time(seconds: float) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.observe.events import EventLog
-from draftsmith.observe.live import short_count
+from draftsmith.observe.live import short_count, short_loss
 from draftsmith.observe.shape import read_record
 from draftsmith.observe.summary import Event, number, read_summary
 
@@ -141,7 +141,9 @@ class Noticer:
                 norms = ""
                 if norm is not None and self._norms:
                     norms = f"; gradient norm {norm:.3g}, usually {median(self._norms):.3g}"
-                self._tell("loss", None, f"loss {loss:.3f} at step {event['step']}, usually {usual:.3f}{norms}")
+                self._tell(
+                    "loss", None, f"loss {short_loss(loss)} at step {event['step']}, usually {short_loss(usual)}{norms}"
+                )
         self._losses.append(loss)
         if norm is not None:
             self._norms.append(norm)
@@ -177,8 +179,8 @@ class Noticer:
         falls = losses[1] < 0.98 * losses[0] and taus[1] - 1 < 0.95 * (taus[0] - 1)
         if falls and topic not in self._standing:
             text = (
-                f"{which}: τ falls ({taus[0]:.2f} to {taus[1]:.2f}) while the loss falls ({losses[0]:.3f} to "
-                f"{losses[1]:.3f}): early slots are given up for late ones; see objective.gamma"
+                f"{which}: τ falls ({taus[0]:.2f} to {taus[1]:.2f}) while the loss falls ({short_loss(losses[0])} to "
+                f"{short_loss(losses[1])}): early slots are given up for late ones; see objective.gamma"
             )
             self._tell(topic, True, text, step=event["step"])
         elif topic in self._standing and taus[1] >= taus[0]:

@@ -7,9 +7,11 @@ While it is in use it is locked (`lock.py`); a crash never leaves a folder locke
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ from draftsmith.observe.lock import LOCK_FILE, Held, take_lock
 
 _RUN_FILE = "run.json"
 _PREPARED = {"config.yaml", "data"}  # never written here
+_SYSTEM = ("/proc", "/sys")
 _OTHER_OUTPUT = "choose another training.output"
 
 
@@ -100,10 +103,14 @@ def open_run_folder(config: RunConfig, *, resume: bool = False) -> RunFolder:
 
 
 def check_run_folder(config: RunConfig, *, resume: bool = False) -> None:
-    """Raises what `open_run_folder` would, without writing: for before the work that comes before the first write."""
+    """Raises what `open_run_folder` would, without writing: for before the work that comes before the first write.
+
+    Only what a first write alone can tell (a full disk, another process on the folder) is left to it.
+    """
     path = Path(config.training.output)
     try:
         _check(path, config, resume)
+        _check_writable(path)
     except OSError as error:
         raise _unwritable(path, error) from None
 
@@ -155,6 +162,22 @@ def _check(path: Path, config: RunConfig, resume: bool) -> None:
         )
 
 
+def _check_writable(path: Path) -> None:
+    """Raises OSError if a folder cannot be made or written there, as far as looking tells; makes nothing."""
+    nearest = path.absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    status = os.stat(nearest)
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    # What the system shows there as files has the right bits for root, who cannot make anything all the same.
+    shown = any(os.path.ismount(each) and os.stat(each).st_dev == status.st_dev for each in _SYSTEM)
+    if shown or not os.access(nearest, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def _take_lock(path: Path) -> int:
     try:
         return take_lock(path)
@@ -199,7 +222,7 @@ def _difference(there: dict[str, Any], config: RunConfig) -> str:
     with suppress(UserError):  # written by another version, it may hold what this one does not know
         flat_there = _flatten(parse_config(there).learned_by())
     differing = [
-        f"{key} {flat_there.get(key)} there, {value} here"
+        f"{key} {_word(flat_there.get(key))} there, {_word(value)} here"
         for key, value in sorted(flat_here.items())
         if flat_there.get(key) != value
     ]
@@ -207,6 +230,13 @@ def _difference(there: dict[str, Any], config: RunConfig) -> str:
         return "same settings, other version of the config"
     more = f"; {len(differing) - 3} more" if len(differing) > 3 else ""
     return "; ".join(differing[:3]) + more
+
+
+def _word(value: Any) -> Any:
+    """A value as the config's pages and YAML write it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from draftsmith.errors import UserError, what_is_at
-from draftsmith.observe.live import printable, short_count, short_time
+from draftsmith.observe.live import printable, short_count, short_loss, short_time
 from draftsmith.observe.lock import Holder, look_at_lock
 from draftsmith.observe.summary import Summary, number, read_summary
 
@@ -223,14 +223,14 @@ def _problems(summary: Summary, state: str, reason: str, age: float | None) -> l
 def _loss_line(facts: dict[str, Any]) -> str:
     parts = []
     if facts["loss"] is not None:
-        parts.append(f"{facts['loss']:.3f}")
+        parts.append(short_loss(facts["loss"]))
     if facts["tau_proxy"] is not None:
         parts.append(f"τ proxy {facts['tau_proxy']:.2f}")
     held_out = facts["held_out"]
     if held_out is not None and number(held_out["loss"]) is not None:
         proxy = number(held_out["tau_proxy"])
         tau = "" if proxy is None else f", τ proxy {proxy:.2f}"
-        parts.append(f"held-out {held_out['loss']:.3f}{tau} at step {held_out['step']}")
+        parts.append(f"held-out {short_loss(held_out['loss'])}{tau} at step {held_out['step']}")
     tau = facts["tau"]
     if tau is not None and number(tau["decode"]) is not None and facts["best_tau"] is not None:
         parts.append(

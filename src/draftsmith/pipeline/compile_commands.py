@@ -31,7 +31,8 @@ from draftsmith.compiled import Gate, Settings, cache
 from draftsmith.config import RunConfig, parse_config
 from draftsmith.data.conversations import write_head
 from draftsmith.errors import UserError
-from draftsmith.observe.events import EventLog, Listener
+from draftsmith.observe.events import Event, EventLog, Listener
+from draftsmith.observe.live import notable_line
 from draftsmith.pipeline.assemble import made_up_drafts, make_replicas
 from draftsmith.pipeline.compiling import (
     ELSEWHERE,
@@ -58,6 +59,11 @@ from draftsmith.target.load import shallow_target
 
 NOTHING = "nothing is compiled under this config"
 DATA_LINES = 200
+# What SIGTERM ends with. A proof compiles into the cache that training uses, which keeps each graph that is finished.
+_NO_VERDICT = "terminated without a verdict: nothing is kept but what the compile cache holds by now"
+_NOT_BEGUN = "terminated before the filling began: no cache was changed"
+_UNFINISHED = "terminated: the unfinished cache is removed, and what was in place is as it was"
+_TOLD = "\N{RECORD SEPARATOR}"  # before a line of the process that compiles which is for people
 
 
 def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def prove(config: RunConfig, listener: Listener | None = None) -> dict[str, Any]
     Raises:
         UserError: nothing is compiled under this config, it could not be kept, or the warm-up fails.
     """
-    with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-prove-") as scratch:
+    with listening(_NO_VERDICT), tempfile.TemporaryDirectory(prefix="draftsmith-prove-") as scratch:
         plan = make_plan(_short_data(config, Path(scratch)))
         if not plan.compiled:
             raise UserError(
@@ -129,6 +135,11 @@ def _prove(plan: Plan, log: EventLog) -> dict[str, Any]:
 def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *, again: bool = False) -> dict[str, Any]:
     """Fills Draftsmith's own cache for this config and checks it in another process.
 
+    Args:
+        config: of the run.
+        tell: gets a line for each stage, and those of the warm-up, indented, as they come.
+        again: fill an empty one although nothing is missing.
+
     A cache that holds everything and whose files are those of its manifest stays as it is, unless `again`.
 
     Returns:
@@ -140,7 +151,7 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
             second one compiles something.
         KeyboardInterrupt: interrupted or terminated; the process that compiles has ended and its folders are removed.
     """
-    with listening(), tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
+    with listening(_NOT_BEGUN) as signals, tempfile.TemporaryDirectory(prefix="draftsmith-warm-") as scratch:
         short = _short_data(config, Path(scratch))
         plan = make_plan(short)
         need_compiled(plan)
@@ -158,13 +169,14 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
         with cache.room(root, "filling") as room:
             filling, checking = room / "filling", room / "checking"
             filling.mkdir(mode=0o700)
+            signals.words = _UNFINISHED
             tell("filling an empty cache")
-            cold = _in_process(short, filling, Path(scratch))
+            cold = _in_process(short, filling, Path(scratch), tell)
             # Under another name: nothing in it may depend on where it lies.
             os.rename(filling, checking)
             kernels = cache.flash_kernels(checking)
             tell(f"filled in {cold['warm_up_seconds']:.1f} s; loading it in another process")
-            second = _in_process(short, checking, Path(scratch))
+            second = _in_process(short, checking, Path(scratch), tell)
             entries = second["ledger"]["entries"]
             missed = [f"{e['region']} ({e['direction']})" for e in entries if e["cache"] == "miss"]
             if config.compile.flex_backend == "flash" and not kernels == cache.flash_kernels(checking) != set():
@@ -178,6 +190,7 @@ def warm(config: RunConfig, tell: Callable[[str], None] = lambda _text: None, *,
             named = [cache.Use(use["name"], tuple(use["keys"]), use["seconds"]) for use in cold["uses"]]
             with cache_refusals():
                 cache.write_manifest(checking, machine_facts(), named)
+                signals.end = lambda: None  # two renames, and all is done: no half of it
                 cache.swap_in(checking, place)
         return {
             "filled": True,
@@ -295,8 +308,17 @@ def _short_data(config: RunConfig, scratch: Path) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, Any]:
+def _in_process(
+    config: RunConfig, folder: Path, scratch: Path, tell: Callable[[str], None] = lambda _text: None
+) -> Mapping[str, Any]:
     """`prove` in a fresh process with that folder as its cache, which ends when this one does.
+
+    Args:
+        config: of the run, with short data.
+        folder: its cache.
+        scratch: for what passes between the processes.
+        tell: gets the lines of its warm-up as they come. What else it writes, torch's warnings for one, is only looked
+            at if it fails.
 
     Raises:
         UserError: it fails; what it refuses comes in its own words.
@@ -319,12 +341,20 @@ def _in_process(config: RunConfig, folder: Path, scratch: Path) -> Mapping[str, 
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     )
     try:
         process = started.result()
-        _, errors = process.communicate()
+        assert process.stderr is not None
+        errors = ""
+        for line in process.stderr:
+            if line.startswith(_TOLD):
+                tell(f"  {line.removeprefix(_TOLD).rstrip()}")
+            else:
+                errors += line
+        process.wait()
     except BaseException:
         if started.exception() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -355,8 +385,16 @@ def _error_line(errors: str) -> str:
 
 def _child(given: Path, result: Path) -> None:
     config = parse_config(json.loads(given.read_text(encoding="utf-8")))
+
+    def tell(event: Event) -> None:
+        # What else it has to say is about a cache and a log that lie elsewhere for the time being.
+        if event["kind"] == "warmup":
+            for line in (notable_line(event) or "").splitlines():
+                sys.stderr.write(f"{_TOLD}{line}\n")
+            sys.stderr.flush()
+
     try:
-        content = prove(config)
+        content = prove(config, tell)
     except UserError as error:
         content = {"refused": {"what": error.what, "where": error.where, "fix": error.fix}}
     result.write_text(json.dumps(content, default=str), encoding="utf-8")

@@ -3,8 +3,9 @@
 Both prepare the data exactly as training will (same cache), need the target's configuration and tokenizer, and no
 device; only re-scoring loads the target.
 
-`check_data` separates what ends in failure ("no": nothing usable, ids past the vocabulary, no free mask token, text
-that the target would never say) from what costs quality ("note").
+`check_data` separates what ends in failure ("no": nothing usable, broken files, ids past the vocabulary, no free mask
+token, text that the target would never say) from what costs quality ("note"). Both are said of data that were read; a
+path that leads nowhere and a config that cannot be used are errors of who named them, as in every command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from draftsmith.config import RunConfig
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.corpus import Corpus, NothingUsable, make_tokeniser, prepare_corpus
 from draftsmith.data.preview import RowPicture, picture_row
-from draftsmith.data.problems import NOT_A_CONTINUATION
+from draftsmith.data.problems import NOT_A_CONTINUATION, UnusableData
 from draftsmith.data.report import REFUSED, TRUNCATED, DataReport
 from draftsmith.data.survey import Survey, survey
 from draftsmith.data.template import Tokeniser
@@ -37,7 +38,7 @@ from draftsmith.pipeline.plan import beyond_positions, check_length
 from draftsmith.target.forward import Target
 from draftsmith.target.geometry import TargetGeometry, read_geometry
 from draftsmith.target.load import load_tokenizer, read_stop_ids
-from draftsmith.target.taps import choose_mask_token
+from draftsmith.target.taps import check_mask_token, choose_mask_token
 
 # Text of another model in another template gets below a tenth; fluent text by people from an instruct model about half.
 NEVER_SAID, HARDLY_SAID = 0.1, 0.5
@@ -126,18 +127,21 @@ def check_data(
         incidents: where every conversation that is not used in full is listed.
 
     Raises:
-        UserError: the target's configuration or tokenizer cannot be read, or `incidents` cannot be written. Whatever is
-            wrong with the data is a failure in the result.
+        UserError: target, template or a data file is not there or cannot be read, the config cannot be used, or
+            `incidents` cannot be written. What is wrong with data that were read is a failure in the result.
     """
     check = DataCheck()
     geometry = read_geometry(config.target)
     tokenizer = load_tokenizer(config.target)
     start = _start(config, geometry)
     block_size = start.block_size if start else config.drafter.block_size
+    configured = start.mask_token_id if start else config.drafter.mask_token_id
+    if configured is not None:
+        check_mask_token(configured, geometry.vocab_rows)
+    tokeniser = _describe_template(check, config, tokenizer)
     try:
         corpus = _corpus(config, tokenizer, block_size, lambda done: progress("conversation", done))
-        tokeniser = _describe_template(check, config, tokenizer)
-    except UserError as error:
+    except UnusableData as error:
         check.failures.append(str(error))
         if isinstance(error, NothingUsable) and incidents is not None:
             error.incidents.write(incidents)
@@ -157,7 +161,6 @@ def check_data(
     else:
         try:
             used = torch.from_numpy(corpus.used_ids)
-            configured = start.mask_token_id if start else config.drafter.mask_token_id
             choose_mask_token(tokenizer, geometry.vocab_rows, used, configured)
         except UserError as error:
             check.failures.append(str(error))

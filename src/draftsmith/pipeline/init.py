@@ -64,6 +64,10 @@ class DataFacts:
         cut = sum(min(len(each), length) for each in self.taught)
         return self.tokens * cut // sum(map(len, self.taught))
 
+    def rows_in(self, length: int) -> int:
+        """Estimate of the rows of an epoch, the last one included, which is not full."""
+        return max(1, -(-self.tokens_in(length) // length))
+
     def taught_in(self, length: int) -> float:
         """Share of those that the assistant wrote."""
         cut = [each[:length] for each in self.taught]
@@ -145,7 +149,7 @@ def choose_row_length(facts: DataFacts, geometry: TargetGeometry) -> tuple[int, 
     reason = "as published" if length == 3072 else f"1 in 100 documents is longer than {facts.long_length} tokens"
     while length > 512 and facts.tokens_in(length) < _LEAST_ROWS * length:
         length = 2048 if length > 2048 else length // 2
-        reason = f"so that an epoch of this little data has about {max(1, facts.tokens_in(length) // length)} rows"
+        reason = f"so that an epoch of this little data has about {facts.rows_in(length)} rows"
     most = geometry.max_position_embeddings
     if length > most:
         longer = (
@@ -185,7 +189,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
     anchors = min(512, max(8, length // 6 // 8 * 8))
     rows_per_update = max(1, torch.cuda.device_count())
     tokens = facts.tokens_in(length)
-    updates = max(1, EPOCHS * -(-tokens // length) // rows_per_update)
+    updates = max(1, EPOCHS * facts.rows_in(length) // rows_per_update)
     about = "" if facts.whole else "about "
     lines: list[str | tuple[str, str]] = [
         f"# draftsmith train {shlex.quote(str(path))} [section.key=value ...]",
@@ -212,7 +216,11 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
         (f"  anchors: {anchors}", "N, a sixth of S, at most 512"),
         "",
         "objective:",
-        (f"  gamma: {default_gamma(BLOCK_SIZE):g}", f"decay of the slot weights, by rule for B={BLOCK_SIZE}"),
+        # Not the number: it would stay where another block_size is given.
+        (
+            "  gamma: null",
+            f"decay of the slot weights; null: by rule, {default_gamma(BLOCK_SIZE):g} for B={BLOCK_SIZE}",
+        ),
         "",
         ("optimizer:", "the published recipe"),
         "  lr: 6.0e-4",
@@ -222,7 +230,7 @@ def _config_text(target: str, data: str, path: Path, geometry: TargetGeometry, t
         "",
         "training:",
         f"  output: {_text(f'runs/{path.stem}')}",
-        (f"  epochs: {EPOCHS}", f"{about}{updates:,} updates"),
+        (f"  epochs: {EPOCHS}", f"about {updates:,} updates; documents do not fill their rows to the last token"),
         (f"  rows_per_update: {rows_per_update}", _rows_reason()),
         "  eval_every: 200",
         "  save_every: 500",

@@ -38,6 +38,8 @@ from draftsmith.target.weights import count_weights
 MOST_ROWS_OF_POSITIONS = 64
 # Times the anchors that an average row can have: above it most of the draft work is padding.
 MANY_ANCHORS = 2
+# Updates in which a run that learns one row has to fit it, unless it is given others.
+OVERFIT_STEPS = 500
 # Fields of the config's drafter section that a drafter to start from decides.
 _OF_INIT = (
     *("layers", "block_size", "taps", "mask_token_id", "heads", "kv_heads", "head_dim", "intermediate_size"),
@@ -65,6 +67,7 @@ class Plan:
         parameters: of the drafter.
         memory: estimate by device.
         notices: one line each.
+        overfit: one row is learned, and nothing else of the data.
     """
 
     config: RunConfig
@@ -82,6 +85,7 @@ class Plan:
     parameters: int
     memory: tuple[DeviceMemory, ...]
     notices: tuple[str, ...]
+    overfit: bool = False
 
     def lacks(self, *, empty: bool = False) -> Callable[[Topology], str]:
         """Why a topology does not fit into what is free now, or into devices without anything else; "" if it does."""
@@ -149,6 +153,7 @@ class Plan:
             },
             "rows_per_epoch": self.corpus.train.rows_per_epoch,
             "steps": self.steps,
+            "overfit": self.overfit,
             "memory": [vars(memory) for memory in self.memory],
             "data": self.corpus.report.to_json(),
             "notices": list(self.notices),
@@ -167,7 +172,7 @@ def make_plan(
 
     Args:
         config: the run.
-        overfit: one row, no evaluation, constant learning rate.
+        overfit: one row, no evaluation, constant learning rate, `OVERFIT_STEPS` updates where the config names none.
         progress: told what takes long.
         rank, ranks: whose plan, of how many; devices are this rank's own.
 
@@ -209,7 +214,7 @@ def make_plan(
         parameters = sum(parameter.numel() for parameter in DraftModel(spec).parameters())
     plan = Plan(
         config, topology, geometry, read_kinds(config.target), spec, mask, dtype, target_dtype, attention, compiled,
-        corpus, sequence, parameters, (), tuple(notices),
+        corpus, sequence, parameters, (), tuple(notices), overfit,
     )  # fmt: skip
     if topology.to_measure:
         counted = counted_costs(config, geometry, spec, parameters, dtype.itemsize)
@@ -414,7 +419,7 @@ def check_flex_backend(
 def _sequence(config: RunConfig, corpus: Corpus, overfit: bool, notices: list[str]) -> JobSequence:
     training = config.training
     if overfit:
-        return JobSequence(training.steps or 500, training.rows_per_update, 0, 0)
+        return JobSequence(training.steps or OVERFIT_STEPS, training.rows_per_update, 0, 0)
     steps = training.steps
     if steps is None:
         steps = max(1, math.ceil(training.epochs * corpus.train.rows_per_epoch / training.rows_per_update))
@@ -439,7 +444,7 @@ def _names(devices: tuple[torch.device, ...]) -> str:
 
 
 def overfit_config(config: RunConfig) -> RunConfig:
-    """The same run on one row, in a folder of its own: no warm-up or decay of the learning rate."""
+    """The same run on one row, in a folder of its own beside the run's: no warm-up or decay of the learning rate."""
     output = str(next_free(f"{config.training.output}-overfit"))
     return config.model_copy(
         update={

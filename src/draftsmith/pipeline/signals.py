@@ -41,15 +41,17 @@ class Signals:
     Attributes:
         end: called on SIGTERM and SIGHUP; None: raise `Terminated` where the main thread is.
         save: called on SIGUSR1; None: nothing to save yet, so nothing is done.
+        words: of `Terminated`: what becomes of the work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, words: str = NOTHING_TO_SAVE) -> None:
         self.end: Callable[[], None] | None = None
         self.save: Callable[[], None] | None = None
+        self.words = words
 
     def _on_terminate(self, _number: int, _frame: Any) -> None:
         if self.end is None:
-            raise Terminated(NOTHING_TO_SAVE)
+            raise Terminated(self.words)
         self.end()
 
     def _on_user(self, _number: int, _frame: Any) -> None:
@@ -58,15 +60,16 @@ class Signals:
 
 
 @contextmanager
-def listening(*, last: bool = False) -> Iterator[Signals]:
+def listening(words: str = NOTHING_TO_SAVE, *, last: bool = False) -> Iterator[Signals]:
     """Handles the signals inside, and puts back what handled them before; SIGUSR1 is ignored where nothing did.
 
     Args:
+        words: what `Terminated` says, as long as nobody else acts on the signal.
         last: only the end of the process follows: unless an exception comes out, SIGTERM and SIGHUP do nothing then.
 
     Does nothing outside the main thread.
     """
-    signals = Signals()
+    signals = Signals(words)
     if not _in_main_thread():
         yield signals
         return

@@ -15,7 +15,7 @@ from draftsmith.config import RunConfig
 from draftsmith.drafter.model import DraftModel
 from draftsmith.errors import UserError
 from draftsmith.observe.events import Event, EventLog
-from draftsmith.observe.run_folder import check_run_folder, open_run_folder
+from draftsmith.observe.run_folder import check_run_folder, holds_run, open_run_folder
 from draftsmith.observe.tensorboard import TensorBoard
 from draftsmith.observe.tracking import find_tracker, trackers
 from draftsmith.pipeline.compiling import check_cache, check_compiler
@@ -41,6 +41,17 @@ def look_ahead(config: RunConfig, resume: bool, ranks: Ranks) -> None:
         check_run_folder(config, resume=resume)
         for name in config.training.trackers:
             find_tracker(name)
+
+
+def notes_on_folder(config: RunConfig) -> list[str]:
+    """What a plan has to say about the run's folder, of which it cannot know whether the run is to be resumed.
+
+    Raises:
+        UserError: as `look_ahead`, but not for this very run.
+    """
+    resume = holds_run(config)
+    check_run_folder(config, resume=resume)
+    return [f"{config.training.output} holds this run: train --resume goes on with it"] if resume else []
 
 
 def check_start(plan: Plan) -> None:
