@@ -366,7 +366,7 @@ def test_an_overfit_run_whose_loss_falls_still_is_no_no(
 
 
 def test_overfit_takes_its_number_of_updates_from_the_command_line_alone(
-    monkeypatch: pytest.MonkeyPatch, config: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     asked: list[int | None] = []
 
@@ -379,6 +379,10 @@ def test_overfit_takes_its_number_of_updates_from_the_command_line_alone(
     for arguments in ([], ["training.steps=7"], ["training={steps: 8}"]):
         assert cli.main(["train", config, "--overfit", *arguments]) == 0
     assert cli.main(["train", config]) == 0
+    Path(config).write_text(CONFIG + "training: runs/a\n")
+    capsys.readouterr()
+    said = [refused(capsys, "train", config, *options) for options in ([], ["--overfit"])]
+    assert said[0] == said[1]
     assert asked == [None, 7, 8, 3]
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.doctor import against, examine, fast_paths, healthy, machine, packed_rows, restore
+from draftsmith.doctor import against, examine, fast_paths, healthy, machine, packed_rows, restore, verdict
 from draftsmith.doctor.fast_paths import modules_entered
 from draftsmith.doctor.machine import variables
 from draftsmith.doctor.packages import drift, flavours, foreign_modules, leftovers, serving
@@ -346,7 +346,9 @@ def test_only_attention_is_called_attention_only(kind, layer_types, said):
     text = CONFIG_MAPPING[kind](**more)
     (found,) = fast_paths._layers(text, torch.device("cpu"), lambda _text: None)
     if said:
-        assert found.level == "warn"
+        assert found.level == "unknown"
+        assert not healthy([found])
+        assert verdict([found]) == "the configured fast path may be taken, as far as could be found out"
         assert found.text.startswith(f"{kind}: the kernels of its layers were not checked: {said}")
         assert found.mend
     else:
@@ -386,7 +388,7 @@ def test_a_kernel_that_fails_is_bad_and_a_model_that_fails_is_not_checked(gated_
     assert "no such image" in found.text
     kernel["__name__"] = "elsewhere"
     (found,) = fast_paths.linear_attention(text, torch.device("cpu"), 3)
-    assert found.level == "warn"
+    assert found.level == "unknown"
     assert "no such image" in found.text
     assert "linear_attention (3), full_attention (1)" in found.text
 
@@ -436,7 +438,7 @@ def test_a_kernel_that_is_refused_leaves_the_mask(tiny_target, half_on_a_gpu, mo
 
     monkeypatch.setattr(packed, "kernel", refuse)
     found, masked = packed_rows.check(read_text(tiny_target), 16, CUDA, torch.bfloat16)
-    assert (found.level, found.check) == ("warn", "target packing")
+    assert (found.level, found.check) == ("bad", "target packing")
     assert found.text.startswith("rows run with a mask of S², not through torch's variable-length kernel")
     assert "it refuses variable-length attention" in found.text
     assert masked.text == "16"
@@ -487,7 +489,7 @@ def test_a_model_that_cannot_be_tried_is_not_called_fast(tiny_target, half_on_a_
 
     monkeypatch.setattr(packed_rows, "small_target", fail)
     (found,) = packed_rows.check(read_text(tiny_target), 16, CUDA, torch.bfloat16)
-    assert found.level == "warn"
+    assert found.level == "unknown"
     assert "not tried on a tiny qwen3: sizes do not fit" in found.text
 
 

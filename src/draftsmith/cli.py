@@ -227,19 +227,20 @@ def train(
 
     # Before torch is imported, which takes seconds.
     ctx.with_resource(starting(ranks=os.environ.get("WORLD_SIZE", "1") != "1"))
-    from draftsmith.config import load_config
+    from draftsmith.config import is_overridden, load_config
 
     if plan:
         refuse_given(ctx, ("resume", "overfit", "max_minutes"), "--plan only plans")
     if overfit:
         refuse_given(ctx, ("resume",), "--overfit begins anew each time, in a folder of its own")
-    # A check has a limit of its own for updates, unless the command line gives it one: the config's is the run's.
-    own_limit = ["training.steps=null"] if overfit else []
     try:
-        run = load_config(config, [*own_limit, *(overrides or ())])
+        run = load_config(config, overrides)
     except UserError as error:
         error.told = _another_finds_it()
         raise
+    if overfit and not is_overridden("training.steps", overrides):
+        # A check has a limit of its own for updates: the config's is the run's.
+        run = run.model_copy(update={"training": run.training.model_copy(update={"steps": None})})
     _take_devices(run.pipeline.devices_per_rank)
     with telling(json_) as report:
         if plan:
@@ -370,7 +371,9 @@ def generate(
     invent: Annotated[int | None, typer.Option(min=1, help="Let the target invent so many prompts.")] = None,
     exclude: Annotated[Path | None, typer.Option(help="Leave out prompts that this file holds.")] = None,
     limit: Limit = None,
-    max_new_tokens: MaxNewTokens = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer, or of a prompt that is invented.")
+    ] = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -400,6 +403,7 @@ def generate(
     with telling(json_) as report, LiveLine() as live:
         asked = read_prompts(prompts) if prompts is not None else None
         known = read_prompts(exclude) if exclude is not None else []
+        asked = None if asked is None else without(asked, known)
         frozen = load_target(
             target_config(target, gguf_file, dtype, trust_remote_code), *place_and_dtype(device, dtype)
         )
@@ -409,7 +413,8 @@ def generate(
             asked = invent_prompts(
                 frozen, invent, output, seed=seed, max_new_tokens=longest, batch_size=batch_size, listener=live
             )
-        asked = without(asked, known)[:limit]
+            asked = without(asked, known)
+        asked = asked[:limit]
         note = later_turns(asked, str(prompts))
         if note:
             live({"kind": "notice", "text": note})

@@ -240,6 +240,6 @@ def doctor(
     findings = doctors.examine(settings, say=say)
     healthy = doctors.healthy(findings)
     lines = [finding.line() for finding in findings]
-    lines.append("the configured fast path will be taken" if healthy else "the configured fast path will NOT be taken")
+    lines.append(doctors.verdict(findings))
     tell(lines, {"healthy": healthy, "findings": [finding.to_json() for finding in findings]}, json_)
     return 0 if healthy else 1

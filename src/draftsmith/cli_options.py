@@ -48,7 +48,7 @@ GgufFile = Annotated[str | None, typer.Option(help="GGUF file inside --target, i
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")]
 PROMPTS_HELP = "JSON lines of prompts or messages, or plain lines."
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer, or of a prompt that is invented.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length limit of an answer.")]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Slots of a block; by default as trained.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, callback=refuse_temperature, help="0: always the likeliest token.")

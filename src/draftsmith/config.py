@@ -493,6 +493,15 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise _explain(problems, "command line" if overridden else str(path)) from None
 
 
+def is_overridden(key: str, overrides: list[str] | None) -> bool:
+    """Whether overrides that `load_config` has taken set `section.key`, by itself or with its section."""
+    content: dict[str, Any] = {}
+    for override in overrides or []:
+        _apply_override(content, override)
+    section, _, leaf = key.partition(".")
+    return leaf in (content.get(section) or {})
+
+
 def parse_config(content: dict[str, Any], where: str = "config") -> RunConfig:
     """Validates a nested dict; the first problem becomes one `UserError` with the key's path."""
     try:

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.compiled import CompiledTooLate, GateError, Region
 from draftsmith.compiled.bench import lines_of, measure
@@ -363,6 +364,32 @@ def test_what_only_guards_know_is_compiled_alone_too(gate, change, in_step):
     assert not gate.held
     r(*given)
     assert len(gate.compiles) == (1 if unseen else 2)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_recompute_that_compiles_again_goes_on_and_is_told(gate, sealed):
+    """In the backward, where waiting for the gate could hang."""
+    module, x = Scaled(4, 4), torch.ones(3, 4, requires_grad=True)
+    r = region("r", gate, module.forward)
+    with gate.step():
+        checkpoint(r, x, use_reentrant=False).sum().backward()
+    if sealed:
+        gate.seal("warn")
+    said = "after the warm-up" if sealed else "beside other threads"
+    with gate.step():
+        result = checkpoint(r, x, use_reentrant=False, determinism_check="none").sum()
+        module.eval()
+        with pytest.warns(UserWarning, match=rf"r compiles \(forward\) {said}"):
+            result.backward()
+    assert not gate.held
+
+
+def test_regions_of_one_name_are_whole_only_if_all_are(gate):
+    region("same", gate)
+    region("same", gate, fullgraph=False)
+    region("same", gate)
+    region("other", gate)
+    assert gate.whole == {"same": False, "other": True}
 
 
 def test_an_error_of_the_function_itself_is_not_taken_for_a_refusal(gate):

@@ -135,8 +135,13 @@ def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             1,
             r"a\.json:1: .* behind the array of 1 elements \(one array a file, or JSON lin",
         ),
+        ("[] []", 0, r"a\.json: not valid JSON: there is more behind the array of 0 elements"),
         ('[{"text": "x"} {"text": "y"}]', 1, r"a\.json:2: not valid JSON: no comma between elements 1 and 2"),
-        (f'[{{"text": "x"}}, {{"n": {"1" * 5000}}}]', 1, r"a\.json:2: not JSON that can be read: .*4300 digits"),
+        (
+            f'[{{"text": "x"}}, {{"n": {"1" * 5000}}}]',
+            1,
+            r"a\.json:2: not JSON that can be read: .* than 4,300 digits",
+        ),
     ],
 )
 def test_an_array_that_is_not_whole_is_read_up_to_there(

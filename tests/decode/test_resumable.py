@@ -45,10 +45,18 @@ def test_an_output_without_a_line_is_free_for_other_work(tmp_path: Path) -> None
     with open_output(path, {"work": 2}) as lines:
         lines.drop()
         assert lines.done == set()
-    meta.write_text("no JSON")
-    with open_output(path, {"work": 1}) as lines:
-        lines.append({"prompt_index": 0})
-    assert path.read_text() == '{"prompt_index": 0}\n'
+
+
+@pytest.mark.parametrize("content", ["no JSON", '{"precious": 1}', "[]"])
+def test_what_lies_in_the_way_of_its_facts_is_somebodys(tmp_path: Path, content: str) -> None:
+    meta = tmp_path / "out.jsonl.meta.json"
+    meta.write_text(content)
+    with (
+        pytest.raises(UserError, match=r"out\.jsonl\.meta\.json: (was not written here|cannot be understood)"),
+        open_output(tmp_path / "out.jsonl", {"work": 1}),
+    ):
+        pass
+    assert meta.read_text() == content
 
 
 @pytest.mark.parametrize("content", ["mine", " ", "\n"])

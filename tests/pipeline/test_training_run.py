@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import errno
 import json
+import os
 import shutil
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from draftsmith.observe.events import read_events
 from draftsmith.observe.live import notable_line
 from draftsmith.pipeline import progress as progress_module
 from draftsmith.pipeline import run as run_module
+from draftsmith.pipeline import starting
 from draftsmith.pipeline.plan import make_plan
 from draftsmith.pipeline.run import train
 from draftsmith.target.forward import Target
@@ -216,6 +220,22 @@ def test_a_plan_refuses_the_folder_that_a_run_refuses(tiny_run, tmp_path: Path, 
     assert main(["train", str(config), "--plan", f"training.output={tmp_path}/deep/new"]) == 0
     assert "--resume" not in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_nobody_may_look_into_is_told_by_the_check_of_a_run(tiny_run, monkeypatch) -> None:
+    """Not by the question whether a run is there, which has no words for it."""
+
+    def denied(config: Any) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{config.training.output}/run.json")
+
+    def refuse(_config: Any, *, resume: bool) -> None:
+        assert not resume
+        raise UserError("cannot be used as run folder: Permission denied")
+
+    monkeypatch.setattr(starting, "holds_run", denied)
+    monkeypatch.setattr(starting, "check_run_folder", refuse)
+    with pytest.raises(UserError, match="cannot be used as run folder"):
+        starting.notes_on_folder(tiny_run("locked"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_run) -> None:

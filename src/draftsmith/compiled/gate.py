@@ -116,7 +116,8 @@ class Gate:
         self.open = False  # sealed with "error": nothing may compile, so nobody needs to wait
         self.straight = False  # open, and nobody watches: regions call the compiled function and do nothing else
         self.watched = False  # a profiler runs: regions mark their calls in its trace
-        self.whole: set[str] = set()  # regions of one graph: nothing of a call has run when it begins to compile
+        # By name, whether all regions of it are of one graph: then nothing of a call has run when it begins to compile.
+        self.whole: dict[str, bool] = {}
         self._sealed: OnRecompile | None = None
         self._key = f"draftsmith.gate.{next(_numbers)}"
         self._handed: list[Hold | None] = [None] * _torch.PLACES  # holds by place, for the autograd thread
@@ -316,8 +317,10 @@ class Gate:
             # A forward is stopped earlier, by the stance; a backward that was never run in the warm-up is not.
             raise CompiledTooLate(region, direction, "its forward was warmed up, this direction was not")
         alone = hold is not None and hold.exclusive
-        if hold is not None and not alone and direction == "forward" and region in self.whole:
-            # What `signature` does not know has changed: a mode, a frozen weight, the inside of an object.
+        may_call_again = direction == "forward" and self.whole.get(region, False) and not _torch.in_backward()
+        if hold is not None and not alone and may_call_again:
+            # What `signature` does not know has changed: a mode, a frozen weight, the inside of an object. (A backward
+            # goes on: others need its thread to end their steps, so nobody may wait for the gate there.)
             _calling.refused = True
             raise GateError("compiles beside others: the region calls again, alone")
         reason = _torch.recompile_reason() if direction == "forward" else ""

@@ -75,8 +75,7 @@ class Region:
         self._hold = Hold(exclusive=False, region=name)  # of ordinary calls
         self._compiled = function
         if enabled:
-            if fullgraph:
-                gate.whole.add(name)
+            gate.whole[name] = fullgraph and gate.whole.get(name, True)
             own = _own_code(function, name)
             self._compiled = torch.compile(own, fullgraph=fullgraph, dynamic=dynamic, **compile_options)
 

@@ -19,6 +19,7 @@ import itertools
 import json
 import lzma
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -270,7 +271,7 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                     if window.skip():
                         raise UnusableData(
                             f"not valid JSON: there is more behind the array of {number} elements",
-                            where=f"{name}:{number}",
+                            where=f"{name}:{number}" if number else name,
                             fix="one array a file, or JSON lines",
                         )
                     return
@@ -289,8 +290,11 @@ def _elements(path: Path, name: str) -> Iterator[Record]:
                 yield Record(number, value)
         except UnicodeDecodeError:
             raise UnusableData("not UTF-8", where=f"{name}:{number + 1}") from None
-        except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python takes
+        except RecursionError as error:
             raise UnusableData(f"not JSON that can be read: {error}", where=f"{name}:{number + 1}") from None
+        except ValueError:  # the only other one of the parser's
+            what = f"not JSON that can be read: a number of more than {sys.get_int_max_str_digits():,} digits"
+            raise UnusableData(what, where=f"{name}:{number + 1}") from None
 
 
 def _read_document(path: Path) -> list[Any] | None:

@@ -120,9 +120,14 @@ def _is_empty(path: Path) -> bool:
 
 
 def _check_facts(meta: Path, facts: dict[str, Any], noted: dict[str, Any], path: Path, free: bool) -> None:
-    """Writes down what the work is, or compares with what stands there; beside a `free` output that means nothing."""
+    """Writes down what the work is, or compares with what stands there; beside a `free` output that means nothing, if
+    it was written here."""
     facts = json.loads(json.dumps(facts))
-    there = None if free or not meta.exists() else _read_facts(meta)
+    there = _read_facts(meta) if meta.exists() else None
+    if there is not None and free:
+        if not facts.keys() <= there.keys():
+            raise UserError("was not written here", where=str(meta), fix="name another output")
+        there = None
     if there is None:
         remove_left(meta)
         with written_aside(meta) as file:

@@ -33,5 +33,15 @@ def examine(config: RunConfig | None = None, constraints: Path | None = None, sa
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether the configured fast path will be taken."""
-    return all(finding.level != "bad" for finding in findings)
+    """Whether the configured fast path will be taken, as far as everything could be found out."""
+    return all(finding.level in ("ok", "warn") for finding in findings)
+
+
+def verdict(findings: Iterable[Finding]) -> str:
+    """In words, whether the configured fast path will be taken."""
+    levels = {finding.level for finding in findings}
+    if "bad" in levels:
+        return "the configured fast path will NOT be taken"
+    return f"the configured fast path {'may' if 'unknown' in levels else 'will'} be taken" + (
+        ", as far as could be found out" if "unknown" in levels else ""
+    )

@@ -252,7 +252,7 @@ def _unchecked(text: Any, why: str) -> Finding:
     names = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in dict.fromkeys(kinds))
     said = f"{text.model_type}: the kernels of its layers were not checked: {names}; {why}"
     mend = "a first short run tells: transformers logs what is falling back to its reference implementation"
-    return Finding("target layers", "warn", said, mend)
+    return Finding("target layers", "unknown", said, mend)
 
 
 def _raised_in(error: BaseException, module: str) -> bool:

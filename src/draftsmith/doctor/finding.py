@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from draftsmith.errors import UserError
 
-Level = Literal["ok", "warn", "bad"]
+Level = Literal["ok", "warn", "unknown", "bad"]
 Say = Callable[[str], None]  # told in a line what will take long, before it does
 
 
@@ -22,7 +22,7 @@ class Finding:
 
     Attributes:
         check: short name, "torch", "environment variables".
-        level: "ok", "warn", or "bad": the fast path will not be taken.
+        level: "ok", "warn"; "bad": the fast path will not be taken; "unknown": nobody could find out whether it will.
         text: in words.
         mend: a command or a change; empty where there is nothing to mend.
     """
@@ -40,7 +40,7 @@ class Finding:
 
     def line(self) -> str:
         """For people."""
-        sign = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}[self.level]
+        sign = {"ok": "ok  ", "warn": "warn", "unknown": "??  ", "bad": "BAD "}[self.level]
         mend = f"\n       mend: {self.mend}" if self.mend else ""
         return f"{sign}  {self.check}: {self.text}{mend}"
 

@@ -1,7 +1,7 @@
 """How packed rows will run through the target on a GPU: a variable-length kernel, a mask of S², or separate documents.
 
 Decided as training decides it (`target.proof.choose_packing`), on a tiny model of the target's class with heads of the
-target's size; slower ways are a warning with the reason.
+target's size. A slower way is a warning with the reason; where the kernel should run and is refused, it is bad.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.doctor.finding import Finding
+from draftsmith.doctor.finding import Finding, Level
 from draftsmith.doctor.tiny import current, small_target
 from draftsmith.errors import first_line
 from draftsmith.target import packed
@@ -44,7 +44,7 @@ def check(
         why = f"it has {', '.join(foreign)} layers, which no mask can separate"
         yield Finding("target packing", "warn", f"{_SEPARATE}: {why}")
         return
-    slower = _SEPARATE if foreign else _MASKED
+    slower, refused = _SEPARATE if foreign else _MASKED, False
     why = packed.missing(device, dtype, head_dim)
     implementation = str(getattr(text, "_attn_implementation", None) or "sdpa")
     if not why:
@@ -56,17 +56,19 @@ def check(
         except Exception as error:  # whatever a model of any kind raises
             said = f"not tried on a tiny {text.model_type}: {first_line(error)}"
             mend = "the first lines of a run say how its rows run"
-            yield Finding("target packing", "warn", f"{KERNEL} or {slower}: {said}", mend)
+            yield Finding("target packing", "unknown", f"{KERNEL} or {slower}: {said}", mend)
             return
         if target.packing == "pieces":
             yield Finding("target packing", "ok", f"rows run in pieces through {KERNEL}: {target.packing_reason}")
             return
         slower = _MASKED if target.packing == "mask" else _SEPARATE
         why = target.packing_reason
+        refused = implementation == "sdpa" and not foreign
     if implementation != "sdpa":
         why = f"its attention is {implementation}, not sdpa; {why}"
     mend = "target.dtype=bfloat16" if dtype == torch.float32 else _SHORTER if slower == _MASKED else ""
-    yield Finding("target packing", "warn", f"{slower}, not through {KERNEL}: {why}", mend)
+    level: Level = "bad" if refused else "warn"  # a kernel that should run, or none for such a target
+    yield Finding("target packing", level, f"{slower}, not through {KERNEL}: {why}", mend)
     if slower == _MASKED and implementation == "sdpa":
         yield masked_kernel(head_dim, device, dtype)
 

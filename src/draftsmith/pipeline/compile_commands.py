@@ -349,11 +349,12 @@ def _in_process(
         process = started.result()
         assert process.stderr is not None
         errors = ""
-        for line in process.stderr:
-            if line.startswith(_TOLD):
-                tell(f"  {line.removeprefix(_TOLD).rstrip()}")
-            else:
-                errors += line
+        with process.stderr:
+            for line in process.stderr:
+                if line.startswith(_TOLD):
+                    tell(f"  {line.removeprefix(_TOLD).rstrip()}")
+                else:
+                    errors += line
         process.wait()
     except BaseException:
         if started.exception() is None:

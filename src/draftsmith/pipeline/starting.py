@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ def notes_on_folder(config: RunConfig) -> list[str]:
     Raises:
         UserError: as `look_ahead`, but not for this very run.
     """
-    resume = holds_run(config)
+    resume = False
+    with suppress(OSError):  # which the check below tells in its own words
+        resume = holds_run(config)
     check_run_folder(config, resume=resume)
     return [f"{config.training.output} holds this run: train --resume goes on with it"] if resume else []
 
