@@ -34,7 +34,7 @@ def test_smollm2_in_small(tmp_path: Path) -> None:
         "HELD_OUT": "8",
         "TOKENS": "32",
         "LIMIT": "2",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "2",
         "EXTRA": f"{small} drafter.block_size=8 drafter.layers=1 drafter.taps=[1,14,27] objective.chunk=64",
     }
     result = subprocess.run(
