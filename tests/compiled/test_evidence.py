@@ -131,10 +131,17 @@ def test_kernel_names_of_flash_attention_match():
     assert matching(FLASH_KERNEL) == ["target"]
 
 
-def test_a_call_that_the_end_cuts_off_is_no_fallback(gate):
+@pytest.fixture
+def limit_of_one():
+    """Each function may be compiled once. (torch before 2.12 takes no limit for one function.)"""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield
+
+
+def test_a_call_that_the_end_cuts_off_is_no_fallback(gate, limit_of_one):
     """A target goes on while the profiler stops: a thread's last call may show no graph. Not so in a region with a
     backward, which stands still by then, and not if there is no other call."""
-    loose = Region("loose", wave, gate=gate, device="cpu", fullgraph=False, recompile_limit=1)
+    loose = Region("loose", wave, gate=gate, device="cpu", fullgraph=False)
     for size in (8, 9):
         loose(leaf(size))
     cut = lambda: (loose(leaf(8)), loose(leaf(9)))  # noqa: E731
@@ -177,9 +184,9 @@ def test_control_force_eager_stance(gate):
     assert found[0] == "a on cpu ran 1 times without a compiled graph"
 
 
-def test_control_recompile_limit_of_one(gate):
+def test_control_recompile_limit_of_one(gate, limit_of_one):
     """Past the limit a function without fullgraph runs eager, silently; one with fullgraph raises."""
-    loose = Region("loose", wave, gate=gate, device="cpu", fullgraph=False, recompile_limit=1)
+    loose = Region("loose", wave, gate=gate, device="cpu", fullgraph=False)
     loose(leaf(8)).backward()
     loose(leaf(9))  # past the limit
     assert problems_of(gate, [Expected(loose)], lambda: loose(leaf(9))) == [
@@ -188,7 +195,7 @@ def test_control_recompile_limit_of_one(gate):
     # Also where some of its calls are compiled: a drafter by layers, one kind of which falls back.
     partly = lambda: (loose(leaf(9)), loose(leaf(8)))  # noqa: E731
     assert problems_of(gate, [Expected(loose)], partly) == ["loose on cpu ran 1 of 2 times without a compiled graph"]
-    strict = Region("strict", wave, gate=gate, recompile_limit=1, backend="aot_eager")
+    strict = Region("strict", wave, gate=gate, backend="aot_eager")
     strict(leaf(8))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         strict(leaf(9))
