@@ -493,6 +493,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise _explain(problems, "command line" if overridden else str(path)) from None
 
 
+def muon_rate(lr: float, muon_lr: float | None) -> float:
+    """Learning rate of 2-D weights under Muon: `optimizer.muon_lr`, or by rule from `optimizer.lr`."""
+    return 10 * lr if muon_lr is None else muon_lr
+
+
 def is_overridden(key: str, overrides: list[str] | None) -> bool:
     """Whether overrides that `load_config` has taken set `section.key`, by itself or with its section."""
     content: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from draftsmith.drafter.attention import attend, attend_dense, dense_masks, flex
 from draftsmith.errors import UserError
 from draftsmith.pipeline.compiling import cache_folder
 from draftsmith.pipeline.plan import check_flex_backend, make_plan
+from draftsmith.pipeline.topology import Topology, resolve_topology
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 FLASH = {"flex_backend": "flash"}
@@ -107,15 +108,20 @@ def refusal(config: RunConfig) -> str:
     return refused.value.what
 
 
+def topology_of(config: RunConfig) -> Topology:
+    return resolve_topology(config.pipeline, config.training.rows_per_update)
+
+
 def doctors(config: RunConfig) -> tuple[str, str]:
-    (found,) = fast_paths._flex_backend(config)
+    (found,) = fast_paths._flex_backend(config, topology_of(config))
     return found.level, found.text
 
 
 def test_a_run_without_a_gpu_is_refused_in_one_line_and_the_doctor_says_the_same(
     tiny_run: Callable[..., RunConfig],
 ) -> None:
-    assert list(fast_paths._flex_backend(tiny_run("as usual"))) == []
+    usual = tiny_run("as usual")
+    assert list(fast_paths._flex_backend(usual, topology_of(usual))) == []
     config = tiny_run("cpu", compile=FLASH)
     said = refusal(config)
     assert said == "flash is a way of flex attention, and attention is dense here"

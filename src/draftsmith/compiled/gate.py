@@ -74,8 +74,8 @@ class Graph:
 class Compile:
     """One compile that the gate saw. Seconds are wall-clock; `alone` says that it ran under an exclusive hold;
     `reason` names the guards that failed, empty for a first compile; `given` the tensors that came, of a forward in a
-    region; `late` says that the gate was sealed; `graph_breaks` are those that Dynamo met in it, None where it does not
-    say or others compiled beside it."""
+    region; `late` says that the gate was sealed; `graph_breaks` are those that Dynamo met in it, None where others may
+    have compiled beside it."""
 
     compile_id: str
     direction: str
@@ -317,8 +317,9 @@ class Gate:
             # A forward is stopped earlier, by the stance; a backward that was never run in the warm-up is not.
             raise CompiledTooLate(region, direction, "its forward was warmed up, this direction was not")
         alone = hold is not None and hold.exclusive
+        beside = hold is not None and not hold.exclusive
         may_call_again = direction == "forward" and self.whole.get(region, False) and not _torch.in_backward()
-        if hold is not None and not alone and may_call_again:
+        if beside and may_call_again:
             # What `signature` does not know has changed: a mode, a frozen weight, the inside of an object. (A backward
             # goes on: others need its thread to end their steps, so nobody may wait for the gate there.)
             _calling.refused = True
@@ -332,7 +333,7 @@ class Gate:
         if self._sealed == "warn":
             text = f"{region or 'a function outside any region'} compiles ({direction}) after the warm-up"
             warnings.warn(f"{text}: {new.why()}", stacklevel=2)
-        elif hold is not None and not alone and region:
+        elif beside and region:
             warnings.warn(f"{region} compiles ({direction}) beside other threads: {new.why()}", stacklevel=2)
 
     def _graph_looked_up(self, key: str, is_backward: bool, hit: bool, compile_id: str) -> None:

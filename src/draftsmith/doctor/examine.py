@@ -42,6 +42,6 @@ def verdict(findings: Iterable[Finding]) -> str:
     levels = {finding.level for finding in findings}
     if "bad" in levels:
         return "the configured fast path will NOT be taken"
-    return f"the configured fast path {'may' if 'unknown' in levels else 'will'} be taken" + (
-        ", as far as could be found out" if "unknown" in levels else ""
-    )
+    if "unknown" in levels:
+        return "the configured fast path may be taken, as far as could be found out"
+    return "the configured fast path will be taken"

@@ -14,7 +14,7 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from traceback import walk_tb
@@ -33,7 +33,7 @@ from draftsmith.drafter.attention import in_words
 from draftsmith.errors import UserError, first_line
 from draftsmith.pipeline.compiling import COMPILER
 from draftsmith.pipeline.plan import check_flex_backend, read_spec_to_start_from, resolve_attention
-from draftsmith.pipeline.topology import Topology, resolve_topology
+from draftsmith.pipeline.topology import Topology
 from draftsmith.target import fp8
 from draftsmith.target.geometry import FULL, SLIDING, layer_kinds, read_geometry
 from draftsmith.target.quantised import install_line, method_of
@@ -80,7 +80,7 @@ def check(config: RunConfig, topology: Topology, say: Say = quiet) -> list[Findi
     Raises:
         UserError: the target or the drafter to start from cannot be read.
     """
-    findings = [*_drafter(config, topology), *_flex_backend(config), *_precision(config, topology)]
+    findings = [*_drafter(config, topology), *_flex_backend(config, topology), *_precision(config, topology)]
     text = read_config(config.target).get_text_config(decoder=True)
     if config.target.features:
         return [*findings, Finding("target layers", "ok", f"features are read from {config.target.features}")]
@@ -92,7 +92,7 @@ def check(config: RunConfig, topology: Topology, say: Say = quiet) -> list[Findi
 
 def _layers(text: Any, device: torch.device, say: Say, trust_remote_code: bool = False) -> list[Finding]:
     """What the target's layers beside plain attention run through."""
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or layer_kinds(text)
+    kinds = _kinds_of(text)
     others = [kind for kind in kinds if kind not in ATTENTION | _FEED_FORWARD]
     if others:
         count = others.count(LINEAR) or len(others)
@@ -145,7 +145,7 @@ def _compiled_on(config: RunConfig, topology: Topology) -> list[torch.device]:
     return list(dict.fromkeys(devices))
 
 
-def _flex_backend(config: RunConfig) -> Iterator[Finding]:
+def _flex_backend(config: RunConfig, topology: Topology) -> Iterator[Finding]:
     """Whether flex attention can run through the kernels that the config asks for, where they are not torch's own."""
     if config.compile.flex_backend != "flash":
         return
@@ -155,7 +155,6 @@ def _flex_backend(config: RunConfig) -> Iterator[Finding]:
     dtype = torch.float32 if config.training.dtype == "float32" else torch.bfloat16
     try:
         block_size = spec.block_size if spec else config.drafter.block_size
-        topology = resolve_topology(config.pipeline, config.training.rows_per_update)
         attention, _ = resolve_attention(config, block_size, _drafters_on_cuda(topology), [])
         check_flex_backend(config, attention, head_dim, dtype, topology.drafters)
         flash.load()
@@ -247,8 +246,14 @@ def linear_attention(
         return [_linear_finding(kernel, text, device, count, entered, say) for kernel in wanted]
 
 
+def _kinds_of(text: Any) -> Sequence[str]:
+    """Of all layers, as the model's configuration calls them."""
+    kinds: Sequence[str] = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return kinds or layer_kinds(text)
+
+
 def _unchecked(text: Any, why: str) -> Finding:
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or layer_kinds(text)
+    kinds = _kinds_of(text)
     names = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in dict.fromkeys(kinds))
     said = f"{text.model_type}: the kernels of its layers were not checked: {names}; {why}"
     mend = "a first short run tells: transformers logs what is falling back to its reference implementation"

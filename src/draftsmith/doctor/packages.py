@@ -25,6 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 import draftsmith
 from draftsmith.doctor.finding import Finding
+from draftsmith.pipeline.environment import package_name
 
 SERVING = ("sglang", "vllm", "flashinfer-python", "tensorrt-llm", "lmdeploy", "sgl-kernel")
 PINNED = ("torch", "triton", "transformers", "tokenizers", "numpy", "safetensors")
@@ -196,7 +197,7 @@ def drift(constraints: Path | None) -> list[Finding]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            if requirement.name.lower().replace("_", "-") in needed:
+            if package_name(requirement.name) in needed:
                 differing.append(f"{requirement.name} is missing (pinned {requirement.specifier})")
                 pins[requirement.name] = f"{requirement.name}{requirement.specifier}"
             continue
@@ -229,7 +230,7 @@ def _needed() -> set[str]:
     """Names of what Draftsmith depends on without any extra; empty where it is not installed."""
     with suppress(metadata.PackageNotFoundError):
         requirements = _requirements(metadata.distribution("draftsmith"))
-        return {requirement.name.lower().replace("_", "-") for requirement in requirements}
+        return {package_name(requirement.name) for requirement in requirements}
     return set()
 
 
@@ -244,7 +245,7 @@ def _requirements(distribution: metadata.Distribution) -> Iterator[Requirement]:
 
 
 def _name(distribution: metadata.Distribution) -> str:
-    return (distribution.metadata["Name"] or "").lower().replace("_", "-")
+    return package_name(distribution.metadata["Name"] or "")
 
 
 def _site_folders() -> list[str]:

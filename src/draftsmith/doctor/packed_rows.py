@@ -44,7 +44,8 @@ def check(
         why = f"it has {', '.join(foreign)} layers, which no mask can separate"
         yield Finding("target packing", "warn", f"{_SEPARATE}: {why}")
         return
-    slower, refused = _SEPARATE if foreign else _MASKED, False
+    slower = _SEPARATE if foreign else _MASKED
+    refused = False
     why = packed.missing(device, dtype, head_dim)
     implementation = str(getattr(text, "_attn_implementation", None) or "sdpa")
     if not why:

@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, Required, TypedDict  # pydantic wants this one before Python 3.12
 
 import draftsmith
+from draftsmith.config import muon_rate
 from draftsmith.errors import UserError
 from draftsmith.export.convert import Converted
 from draftsmith.observe.shape import Count, Quantity, Whole, read_record
@@ -345,9 +346,8 @@ def _recipe(run: RunFacts | None) -> list[str]:
     one_row = ", all of one row: a check of the training, which learned nothing else" if _overfitted(run) else ""
     rate = f"lr {optimizer['lr']:g}"
     if optimizer["name"] == "muon":
-        given = optimizer.get("muon_lr")
-        muon_lr = 10 * optimizer["lr"] if given is None else given
-        rate = f"lr {muon_lr:g} for 2-D weights and {optimizer['lr']:g} for the rest (AdamW)"
+        of_muon = muon_rate(optimizer["lr"], optimizer.get("muon_lr"))
+        rate = f"lr {of_muon:g} for 2-D weights and {optimizer['lr']:g} for the rest (AdamW)"
     return [
         f"- {step} of {run.resolved['steps']} updates of {training['rows_per_update']} rows, seed {training['seed']}"
         f"{one_row}",

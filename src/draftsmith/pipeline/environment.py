@@ -50,13 +50,18 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
         raise UserError(f"cannot be written: {reason_of(error)}", where=str(path)) from None
 
 
+def package_name(name: str) -> str:
+    """As it is compared: "Typing_Extensions" → "typing-extensions"."""
+    return name.lower().replace("_", "-")
+
+
 def packages() -> dict[str, str]:
     """Installed distributions and their versions, by normalised name."""
     found = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found[name.lower().replace("_", "-")] = distribution.version
+            found[package_name(name)] = distribution.version
     return dict(sorted(found.items()))
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftsmith.config import OptimizerConfig
+from draftsmith.config import OptimizerConfig, muon_rate
 from draftsmith.drafter import DraftModel
 from draftsmith.objective import Sums
 from draftsmith.training.adamw import StepCount, adamw_step
@@ -166,7 +166,7 @@ class ReplicaUpdate:
             self._step_adamw(sums, last, factors, keep)
         if self._batches:
             assert sums is not None
-            lr = (config.muon_lr or 10 * config.lr) * lr_factor
+            lr = muon_rate(config.lr, config.muon_lr) * lr_factor
             master, gradient = self._muon_part(self._master, self._start), self._muon_part(sums, 0)
             for batch in self._batches:
                 w, b, g = batch.of(master), batch.of(self._momentum), batch.of(gradient)
